@@ -1,4 +1,4 @@
-"""One small call of every analysis."""
+"""A table with one small call of every analysis, for tests that run all of them."""
 
 import torch
 
@@ -29,7 +29,7 @@ def reading(analysis, **options):
 
 
 def through(fit, **options):
-    """The numbers of a lens that is fitted, and of what it reads."""
+    """Return a function that fits a lens to a model, and returns its weights and its readings."""
 
     def read(model):
         lens = fit and fit(model, TEXTS, **options)
@@ -40,7 +40,7 @@ def through(fit, **options):
 
 
 def dictionaries(model, **options):
-    """One of each MLP, on the device of the last block."""
+    """Return a random dictionary for each MLP, on the device of the last block."""
     torch.manual_seed(0)
     sizes = [(SIZES["d_model"], 17), (17, SIZES["d_model"]), (17,), (SIZES["d_model"],)]
     drawn = [[torch.randn(*size, dtype=torch.float64) for size in sizes] for _ in range(2)]
@@ -49,7 +49,7 @@ def dictionaries(model, **options):
 
 
 def traced(model):
-    """An attribution graph, and what happens if a feature is set to 0."""
+    """Return the effects in an attribution graph, and the change if a feature is set to 0."""
     features = dictionaries(model, reads="ln2.normalized", transcodes=True)
     graph = interp.attribution_graph(model, CLEAN[:1], features, targets=[3], attention=True)
     name = next(node.id for node in graph.nodes if node.kind == "feature")

@@ -1,4 +1,7 @@
-"""Tiny random causal language models of `transformers` for tests of `attach`, one line for each."""
+"""Tiny random causal language models of `transformers` for tests of `attach`.
+
+attachable.json has one line for each model.
+"""
 
 import inspect
 import json
@@ -12,7 +15,7 @@ from hooks import HookedRunner
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 IS_5_24 = "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters
-# The argument and the output that hold keys and values.
+# The name of the argument and of the output that hold keys and values, in this version.
 CACHE = "cache" if IS_5_24 else "past_key_values"
 
 BATCH, POS = 3, 7
@@ -24,7 +27,7 @@ KV_HEADS, VOCAB = SIZES["num_key_value_heads"], SIZES["vocab_size"]
 
 
 def _of(parts):
-    """Return the groups of a line of the table, by name."""
+    """Return the settings of a model: its own, and the settings of the groups that it names."""
     given = [GROUPS[part] if isinstance(part, str) else part for part in parts]
     return {name: value for part in given for name, value in part.items()}
 
@@ -35,7 +38,7 @@ MODELS = {n: _of(p) for n, p in _DATA["models"].items() if n in transformers.CON
 
 def config_of(name):
     kind = transformers.CONFIG_MAPPING[name]
-    # `from_hf` refuses sizes that a config does not know.
+    # Leave out sizes that the config does not have, because `from_hf` rejects them.
     known = {*vars(kind()), *dir(kind), *kind.attribute_map}
     sizes = {key: size for key, size in SIZES.items() if key in known} | MODELS[name]
     if name == "falcon":
@@ -47,14 +50,15 @@ def made(name, attention=None, config=None):
     """Return a model with large random weights, the same at each call."""
     config = config_of(name) if config is None else config
     version = tuple(map(int, transformers.__version__.split(".")[:2]))
-    # Older versions of the library take sdpa, without the soft cap, or for Doge without its mask.
+    # With sdpa, older versions of the library leave out the soft cap, and the causal mask of Doge.
     if getattr(config, "attn_logit_softcapping", None) or (name == "doge" and version < (5, 18)):
         attention = "eager"
     if attention is not None:
         config._attn_implementation = attention
     torch.manual_seed(0)
     model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
-    # Buffers that training moves; the others are frequencies, encodings and masks.
+    # Training changes these buffers. The other buffers are frequencies, encodings and masks, which
+    # must keep their values.
     trained = ("layer_scalar", "e_score_correction_bias")
     buffers = [value for name, value in model.named_buffers() if name.endswith(trained)]
     with torch.no_grad():
@@ -64,7 +68,10 @@ def made(name, attention=None, config=None):
 
 
 def agree(ours, theirs, what="", tolerance=1e-5):
-    """Equal up to a share of the largest value, which is not rounding itself."""
+    """Check that two tensors are equal, up to a share of the largest expected value.
+
+    The largest expected value must not be rounding itself.
+    """
     assert ours.shape == theirs.shape, what
     assert theirs.abs().max() > 1e-4, what
     gap = (ours - theirs).abs().max() / theirs.abs().max()
@@ -73,24 +80,26 @@ def agree(ours, theirs, what="", tolerance=1e-5):
 
 # Mixtures of experts, with references from raw hooks and from calls of one expert at a time.
 N = 5
-# Experts of the first two are not called with numbers and weights; those of the others are not in
-# older versions.
+# These models do not call their experts with numbers of experts and weights, so the helpers below
+# cannot read the call.
 OTHERWISE = ("jetmoe", "llama4_text")
+# In older versions of the library, the same holds for these models.
 OLD = () if IS_5_24 else ("aria_text", "glm_moe_dsa", "granitemoe", "granitemoeshared")
 KINDS = [name for name in MODELS if "moe_topk" in MODELS[name] and name not in (*OTHERWISE, *OLD)]
-NORMED = ("afmoe", "axk1", "flex_olmo", "kolibri1")  # a norm comes after
+# In these models, a norm comes after the experts.
+NORMED = ("afmoe", "axk1", "flex_olmo", "kolibri1")
 MLP = f"blocks.{LAYERS - 1}.mlp"
 TOKENS = torch.randint(3, VOCAB, (BATCH, POS), generator=torch.Generator().manual_seed(4))
 
 
 def logits(model):
-    """Those of `TOKENS`."""
+    """Return the logits of a model for `TOKENS`."""
     with torch.no_grad():
         return model(input_ids=TOKENS, use_cache=False).logits
 
 
 def experts_of(model):
-    """The last block's experts."""
+    """Return the module of the experts in the last block."""
     return [m for n, m in model.named_modules() if n.endswith(".experts")][-1]
 
 
@@ -103,8 +112,14 @@ def alone_of(experts, x):
 
 
 def call_of(twin, change=None):
-    """The arguments and the output of the last block's experts, the first maybe changed, and the
-    logits.
+    """Run a model, and record the call of the experts in its last block.
+
+    Args:
+        twin: the model.
+        change: a function that changes the arguments of the experts. Default: no change.
+
+    Returns:
+        The arguments and the output of the experts, and the logits of the model.
     """
     seen, experts = [], experts_of(twin)
     handles = [experts.register_forward_hook(lambda module, *call: seen.append(call))]
@@ -117,6 +132,6 @@ def call_of(twin, change=None):
 
 
 def edited(model, hooks):
-    """The logits under hooks."""
+    """Return the output of a run with hooks."""
     with torch.no_grad():
         return HookedRunner(model).run_with_hooks(TOKENS, hooks=hooks, use_cache=False).logits

@@ -1,4 +1,4 @@
-"""A page as a browser shows it: opened without a window, and asked by a script."""
+"""Open a page in a browser without a window, and read there what a script finds in it."""
 
 import base64
 import hashlib
@@ -22,8 +22,8 @@ def seen_in_browser(page, folder, probe, *options, around="content-visibility: a
     digest = base64.b64encode(hashlib.sha256(probe.encode()).digest()).decode()
     allowed = page.replace("script-src ", f"script-src 'sha256-{digest}' ", 1)
     probed = allowed.replace("<title>", f"<script>{probe}</script><title>", 1)
-    # In a frame, as notebooks show it; a window cannot be so narrow. It is drawn below the fold,
-    # without a layout.
+    # Notebooks show a page in a frame, so open it in a frame. A frame can also be narrower than a
+    # window. The frame begins below the visible part, where the browser has not computed a layout.
     notebook = f"""<!DOCTYPE html><body><script>
         addEventListener("message", ({{ data }}) => document.body.setAttribute(typeof data === "number" ? "data-height" : "data-seen", data));
         function look(frame) {{

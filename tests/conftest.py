@@ -1,6 +1,7 @@
-"""Fixtures.
+"""Fixtures, shape checks and options of the tests.
 
-They import the packages themselves, because the shape checks only affect later imports.
+Fixtures import the packages inside their functions. At the top of this file, the packages would be
+imported before the shape checks are switched on, and would not be checked.
 """
 
 import collections
@@ -12,8 +13,8 @@ import sys
 import threading
 import types
 
-# One thread for each of pytest's processes, and for the programs that tests start. PyTorch reads it
-# once.
+# Use one thread in each process of pytest, and in the programs that tests start. PyTorch reads the
+# variable when it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import jaxtyping
@@ -21,14 +22,16 @@ import pytest
 import torch
 
 _jaxtyped = jaxtyping.jaxtyped
-# The number of checked calls of each function; with --full, all calls are checked.
+# `most` is the number of calls of each function that are checked in a test (with --full: all).
+# `test` is a new object for each test, so a function knows when a new test has begun.
 _checks = types.SimpleNamespace(test=object(), most=4)
 
 
 def jaxtyped(*, typechecker):
-    """Return the decorator for shape checks of every function. It checks a few calls in each test.
+    """Return a decorator that checks the shapes of the first few calls of a function in each test.
 
-    Checking all calls would take a third of the time. mypy checks functions that declare no shape.
+    It replaces jaxtyping's own decorator. Checking all calls would take a third of the time of the
+    tests. Functions without shapes in their annotations are left to mypy.
     """
 
     def decorate(thing):
@@ -59,23 +62,25 @@ BATCH, POS, LAYERS, HEADS, D_HEAD, D_MODEL, D_MLP, VOCAB, N_CTX = 4, 7, 3, 2, 5,
 
 
 def pytest_addoption(parser):
-    """Adds the option that runs whole tables instead of a sample."""
+    """Add the option `--full`, which runs all cases of the tests instead of a sample."""
     parser.addoption("--full", action="store_true", help="all jobs on all architectures")
 
 
 def pytest_configure(config):
-    """Checks the shapes of all calls with `--full`."""
+    """With `--full`, check the shapes of all calls."""
     if config.getoption("full"):
         _checks.most = math.inf
 
 
-# Cases that a run leaves out, by the mark that leaves them out.
+# The key of the numbers of cases that a run leaves out, one number for each mark.
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without `--full`, leaves out tests marked `full`, and all but each n-th case of those marked
-    `sampled(n)`.
+    """Without `--full`, leave out some tests.
+
+    Tests that are marked `full` do not run. Of tests that are marked `sampled(n)`, every n-th case
+    runs.
     """
     if config.getoption("full"):
         return
@@ -87,22 +92,24 @@ def pytest_collection_modifyitems(config, items):
         seen[function] += 1
         if item.get_closest_marker("full"):
             left_out["full"] += 1
-        # Turned by one after n cases, so that every value of every parameter is met.
+        # Take another case of each group of n cases in turn. If the same case of each group were
+        # taken, some values of a parameter would never run.
         elif case % n != case // n % n:
             left_out["sampled"] += 1
         else:
             kept.append(item)
     items[:] = kept
     config.stash[LEFT_OUT] = left_out
-    if hasattr(config, "workeroutput"):  # in one of several processes, which tells the first
+    # A process that pytest-xdist started sends the numbers to the main process.
+    if hasattr(config, "workeroutput"):
         config.workeroutput["left_out"] = left_out
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """Store the counts of one process.
+    """In the main process, store the numbers of left out cases that another process sent.
 
-    Every process collects all tests, so all counts are equal.
+    Every process collects all tests, so all processes send the same numbers.
     """
     if counts := getattr(node, "workeroutput", {}).get("left_out"):
         node.config.stash[LEFT_OUT] = counts
@@ -129,8 +136,9 @@ def seeded():
 def hears_ctrl_c():
     """Enable Ctrl-C as on a terminal, and restore its handler after the test.
 
-    It is ignored under `nohup`, in background jobs and in some CI systems. The command line leaves
-    a handler that ends the process, and the next Ctrl-C in a test would end the worker.
+    Under `nohup`, in background jobs and in some CI systems, Ctrl-C is ignored. The handler must be
+    restored, because the command line installs a handler that ends the process. With this handler,
+    the next Ctrl-C in a test would end the process of pytest.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -144,7 +152,7 @@ def hears_ctrl_c():
 
 @pytest.fixture(autouse=True, scope="module")
 def shared_models_are_unchanged():
-    """The tests of a module leave the model that ships as it came."""
+    """Check after each test file that no test has changed the shared model of `tests.shipped`."""
     yield
     if shipped := sys.modules.get("tests.shipped"):
         shipped.pydoc.require_unchanged()
@@ -168,7 +176,7 @@ def model():
 
 @pytest.fixture
 def tokens():
-    """[batch, pos] tokens."""
+    """Random tokens [batch, pos]."""
     return torch.randint(VOCAB, (BATCH, POS), generator=torch.Generator().manual_seed(1))
 
 
@@ -182,7 +190,10 @@ def runner(model):
 
 @pytest.fixture
 def unchecked():
-    """Without the shape checks, as users run: for errors that the checks would forestall."""
+    """Switch the shape checks off during a test, as they are for users.
+
+    A wrong shape then reaches the error of the package.
+    """
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,4 +1,4 @@
-"""Counts lines of code, without docstrings, comments and blank lines: `python tests/count.py`."""
+"""Count lines of code, without docstrings, comments and blank lines: `python tests/count.py`."""
 
 import ast
 from pathlib import Path

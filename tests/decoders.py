@@ -2,13 +2,14 @@
 
 from models.checkpoints.huggingface.families import FAMILIES
 
-# One or more of each: experts, fused projections, traced attention, parallel blocks, no module for
-# the MLP, factors, norms after sublayers, norms of queries.
+# The models have different structures: experts, fused projections, attention that is found by
+# tracing, parallel blocks, an MLP without a module, factors, norms after sublayers, and norms of
+# queries. Each structure occurs at least once.
 KINDS = [
     *("olmoe", "gptj", "bloom", "codegen", "cohere", "phi3", "granite", "glm4", "gemma3_text"),
     *("persimmon", "nemotron", "xglm", "mpt", "llama4_text", "gpt_oss", "starcoder2", "olmo3"),
 ]
 KNOWN = sorted(FAMILIES)
-# Sizes of the table that these configs do not have.
+# The sizes in the table of `attachable` that the configs of these models do not have.
 FOREIGN = dict.fromkeys(("gpt2", "opt"), ("head_dim", "intermediate_size", "num_key_value_heads"))
 FOREIGN["gpt_neox"] = ("head_dim", "num_key_value_heads")

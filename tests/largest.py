@@ -1,4 +1,4 @@
-"""The largest tensor that a run makes."""
+"""Measure the largest tensor that a run makes."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Largest(TorchDispatchMode):
-    """Notes the most elements of a tensor that an operation made."""
+    """A mode that stores the number of elements of the largest tensor that an operation made."""
 
     def __init__(self):
         super().__init__()

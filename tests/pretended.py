@@ -1,5 +1,7 @@
-"""Devices that are not there: tensors that compute on the CPU, and a record of what would move and
-stop.
+"""Pretended devices, to count waits and copies without a GPU.
+
+A pretended tensor says that it is on a device, but computes on the CPU. `Devices` counts how often
+Python would wait for the device, and records each copy between devices.
 """
 
 from collections import Counter
@@ -10,9 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-# PyTorch runs backward passes on its lazy devices without a driver.
+# Use PyTorch's device type "lazy", because its backward passes run without a driver.
 DEVICE, SECOND = torch.device("lazy", 0), torch.device("lazy", 1)
-# How often CUDA's kernels read a value back: for the size of their result, or for a check.
+# On CUDA, these operations copy a number to the CPU and wait for it, because they need the size of
+# their result or check their input. The value says how often one call does so.
 READS = Counter(
     dict.fromkeys(("_local_scalar_dense", "equal", "nonzero", "masked_select", "bincount"), 1)
     | dict.fromkeys(("_unique2", "unique_dim", "unique_consecutive", "isin"), 1)
@@ -21,9 +24,10 @@ READS = Counter(
 
 
 class Pretended(Tensor):
-    """A tensor on a device; `there` holds its values."""
+    """A tensor on a pretended device. `there` is the tensor on the CPU that has its values."""
 
-    __module__ = "torch"  # `from_hf` refuses weights of other kinds
+    # `from_hf` accepts only weights whose class belongs to PyTorch.
+    __module__ = "torch"
 
     @staticmethod
     def __new__(cls, there, device):
@@ -39,7 +43,7 @@ class Pretended(Tensor):
         return self.there.untyped_storage()
 
     def new_tensor(self, data):
-        # Otherwise a driver is asked for the current device.
+        # PyTorch's own method asks the driver for the current device, and there is no driver.
         return torch.tensor(data, dtype=self.dtype, device=self.device)
 
     def tolist(self):
@@ -51,17 +55,19 @@ class Pretended(Tensor):
 
 
 class Devices(TorchDispatchMode):
-    """A `with` in which tensors can be on `DEVICE` and `SECOND`.
+    """A mode for a `with`, in which tensors can be on the pretended devices `DEVICE` and `SECOND`.
 
     Attributes:
-        stops: how often the host waited for a device, by operation.
-        waits: how often it waited for copies that it had started. Until then they are zero.
+        stops: the number of times that Python waited for a device, for each operation.
+        waits: the number of times that Python waited for the copies that it had started with
+            `non_blocking=True`. Before such a wait, these copies contain zeros.
         moves: the shape and the target of each copy from a device to another or to the CPU.
     """
 
     def __enter__(self):
         self.stops, self.waits, self.moves, self._late = Counter(), 0, [], []
-        # As in fake modes: `torch.tensor(..., device=...)` begins on the CPU.
+        # `torch.tensor(..., device=...)` must make its tensor on the CPU first, as in PyTorch's
+        # fake tensor mode, so that this mode sees the copy to the device.
         self._before = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)
         event = mock.Mock()
@@ -79,11 +85,12 @@ class Devices(TorchDispatchMode):
     def _wait(self):
         self.waits += 1
         for copy, values in self._late:
-            copy.data.copy_(values)  # a device's writes are not counted as versions
+            # Writing through `.data` changes no version, like the write of a real device.
+            copy.data.copy_(values)
         self._late.clear()
 
     def counted(self, run):
-        """The result of `run`, the stops and the waits in it."""
+        """Return the result of `run`, and the `stops` and the number of `waits` during it."""
         self.stops.clear()
         before = self.waits
         return run(), dict(self.stops), self.waits - before
@@ -100,7 +107,7 @@ class Devices(TorchDispatchMode):
             if source.device != device:
                 if not source.is_cpu:
                     self.moves.append((tuple(source.shape), device))
-                # Two devices copy by themselves.
+                # Python does not wait for a copy from one device to another device.
                 waits = not (kwargs.get("non_blocking") or args[2:])
                 self.stops[name] += waits and (source.is_cpu or device.type == "cpu")
         elif pretended:
@@ -115,14 +122,14 @@ class Devices(TorchDispatchMode):
                         f"{operation} of tensors on two devices"
                     )
                     self.stops[name] += 1
-            # A number on the CPU is copied to the device.
+            # `where` copies a number on the CPU to the device, and waits for this copy.
             self.stops[name] += name == "where" and len(tensors) > len(pretended)
-        self.stops += Counter()  # without zeros
+        self.stops += Counter()  # removes the operations whose count is zero
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
         plain = tree_map(lambda leaf: getattr(leaf, "there", leaf), (args, kwargs))
         if name == "histc" and not plain[0][0].is_floating_point():
-            # CUDA counts integers too.
+            # On CUDA, `histc` accepts integers. On the CPU it needs floating point numbers.
             plain = ((plain[0][0].float(), *plain[0][1:]), plain[1])
         result = operation(*plain[0], **plain[1])
         if device.type != DEVICE.type:
@@ -131,7 +138,8 @@ class Devices(TorchDispatchMode):
             copy = torch.zeros_like(result) if kwargs.get("non_blocking") else result.clone()
             self._late.append((copy, result.clone()))
             return copy
-        same = {id(tensor.there): tensor for tensor in pretended}  # of operations in place
+        # The result of an operation in place is one of its arguments. Return the same object.
+        same = {id(tensor.there): tensor for tensor in pretended}
 
         def there(leaf):
             if not isinstance(leaf, Tensor):
@@ -142,15 +150,17 @@ class Devices(TorchDispatchMode):
 
 
 def split(model, *devices, **others):
-    """The model with its blocks in equal parts on the devices, in order.
+    """Move the blocks of a model to several devices, in order and in equal parts.
 
-    The rest is on the first device, but for parts that `others` names.
+    All other parts move to the first device, except the parts that `others` names with their
+    device. Return the model.
     """
     for n, block in enumerate(model.blocks):
         block.to(devices[n * len(devices) // len(model.blocks)])
     for name, part in model.named_children():
         if name != "blocks":
             part.to(others.get(name, devices[0]))
-    if model.config.tied_unembed:  # PyTorch moved each of the two names of the weight
+    # PyTorch made two tensors of the tied weight, because it moved the weight once for each name.
+    if model.config.tied_unembed:
         model.unembedding.weight = model.token_embedding.weight
     return model

@@ -1,7 +1,8 @@
-"""The transformer's equations in numpy's float64, one head and one query at a time, written from
-the papers.
+"""The equations of a transformer in numpy and float64, one head and one query at a time.
 
-It knows a config's fields and the names of weights, and gives every value that has a name.
+They are written from the papers, to test `models.Transformer`. From the plain model they use only
+the fields of its config and the names of its weights. They return every value that has a hook
+point.
 """
 
 import json
@@ -20,7 +21,7 @@ ROTARY = dict(positions="rotary")
 LLAMA = ROTARY | dict(norm="rmsnorm", n_kv_heads=KV_HEADS, mlp="gated", activation="silu")
 LLAMA |= dict(qkv_bias=False, out_bias=False, mlp_bias=False, tied_unembed=False)
 
-# Each block form, with the switches that change what it computes.
+# `FORMS` are configs of all block forms. `SWITCHES` are single options that change the computation.
 _VARIANTS = json.loads(
     Path(__file__).with_name("variants.json").read_text(),
     object_hook=lambda fields: {
@@ -32,7 +33,7 @@ VARIANTS = FORMS | SWITCHES
 
 
 def randomised(config, seed=0, scale=0.4):
-    """A model whose every weight takes part: gains are not one, and biases not zero."""
+    """Return a model with random weights. No gain is one and no bias is zero, so all matter."""
     from models import Transformer
 
     with torch.random.fork_rng(devices=[]):
@@ -46,16 +47,14 @@ def randomised(config, seed=0, scale=0.4):
 
 
 def variant(name, **changes):
-    """A randomised model of the named variant, in float64."""
+    """Return a randomised model of a form or a switch, in float64."""
     from models import TransformerConfig
 
     return randomised(TransformerConfig(**SIZES | VARIANTS[name] | changes)).double()
 
 
 def separately(model, texts, edits, metric=None, attention_mask=None):
-    """Effects [edit, example], from a whole run of the model for each edit, with
-    `run_with_hooks`.
-    """
+    """Return effects [edit, example] from a separate run of the whole model for each edit."""
     from interp import Pairs
     from interp.measuring import measure
     from interp.runs.runs import Runs
@@ -72,13 +71,21 @@ def some_tokens(seed=1, shape=(BATCH, POS)):
 
 
 def masked(mask):
-    """A mask, with any number of axes but [query, key], as an argument of a model."""
+    """Return a mask as a keyword of a model.
+
+    A mask with more than two axes is a `query_key_mask`. Otherwise it is an `attention_mask`. A
+    mask [query, key] is not supported.
+    """
     by_query = mask is not None and mask.ndim > 2
     return {"query_key_mask" if by_query else "attention_mask": mask}
 
 
 def tolerance(config):
-    """Angles are computed in float32, whose rounding is 6e-8 of an angle of up to 17 radians."""
+    """Return how far a model may be from the equations.
+
+    Models compute the angles of rotary and sinusoidal positions in float32. Its rounding is 6e-8 of
+    an angle, and angles are at most 17 radians.
+    """
     return 2e-5 if config.positions in ("rotary", "sinusoidal") else 1e-11
 
 
@@ -108,7 +115,10 @@ def sinusoids(positions, d_model):
 
 
 def rotated(x, positions, theta, d_rotary, pairs):
-    """x [batch pos head d_head]: each pair of dimensions is a complex number that turns."""
+    """Return x [batch pos head d_head] after the rotation of rotary positions.
+
+    Each pair of dimensions is treated as a complex number, and multiplied by exp(i angle).
+    """
     half, out = d_rotary // 2, x.copy()
     for i in range(half):
         one, other = (i, i + half) if pairs == "halves" else (2 * i, 2 * i + 1)
@@ -119,10 +129,10 @@ def rotated(x, positions, theta, d_rotary, pairs):
 
 
 class Reference:
-    """The equations for a model's weights.
+    """The equations with the weights of a model.
 
     Attributes:
-        values: every named value of the last call, by its name.
+        values: the values of the last call, by the names of their hook points.
     """
 
     def __init__(self, model):
@@ -130,7 +140,7 @@ class Reference:
         self.weights = {n: w.detach().double().numpy() for n, w in model.state_dict().items()}
 
     def __call__(self, tokens, allowed=None):
-        """Logits. `allowed` [batch head query key] replaces the causal rule and the windows."""
+        """Return the logits. `allowed` [batch head query key] replaces causal mask and windows."""
         config, self.values = self.config, {}
         tokens = np.asarray(tokens)
         self.positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)

@@ -1,5 +1,6 @@
-"""Models of `transformers` that see, hear, or have an encoder and a decoder: tiny random ones, each
-with the input of a run.
+"""Tiny random models of `transformers` that read images or sounds, or have two stacks of blocks.
+
+The two stacks are an encoder and a decoder. Each model comes with the input of a run.
 """
 
 import functools
@@ -63,7 +64,7 @@ def drawn(*shape):
 
 
 def tokens_with(n, mark=IMAGE, rows=2):
-    """Rows of tokens, with `n` places for the features of an image or a sound."""
+    """Return rows of tokens. `n` of the tokens stand for the features of an image or a sound."""
     draw = torch.Generator().manual_seed(2)
     words = torch.randint(3, 50, (rows, 6), generator=draw)
     return torch.cat([words[:, :3], torch.full((rows, n), mark), words[:, 3:]], 1)
@@ -143,7 +144,7 @@ QWEN = dict(
 
 
 def of_qwen(rows):
-    """The input of Qwen's models: the patches of all images stand in a row."""
+    """Return the input of Qwen's models, with the patches of all images in one axis."""
     row = [1, 5, 58, IMAGE, IMAGE, IMAGE, IMAGE, 57, 7, 8]
     return dict(
         input_ids=torch.tensor([row] * rows),
@@ -279,8 +280,9 @@ ALL = {make.__name__: make for make in (*TOWERS, *PAIRED, vit, clip)}
 
 
 def made(make, **options):
-    """A model with weights of a size at which all parts matter, the example for `attach`, and the
-    input of a run.
+    """Return a model, the example that `attach` needs, and the input of a run.
+
+    The weights are large enough that all parts of the model change the output.
     """
     torch.manual_seed(0)
     model, example = make(**options)
@@ -294,7 +296,7 @@ def made(make, **options):
 
 @functools.cache
 def is_there(name):
-    """Whether this version of `transformers` has the model."""
+    """Return True if this version of `transformers` has the model."""
     try:
         ALL[name]()
     except AttributeError:

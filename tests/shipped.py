@@ -1,4 +1,4 @@
-"""The model that ships, read once in each process: for tests that do not change it."""
+"""The bundled model, loaded once in each process, for tests that do not change it."""
 
 from hooks.base import weights_hash
 from models import load
@@ -6,7 +6,10 @@ from tests.hooks.registered import hooks_of
 
 
 def state_of(model):
-    """Weights, modes, attributes, hooks and tokenizer of a model, to be compared."""
+    """Return everything that a test could change in a model, as values that can be compared.
+
+    These are weights, modes, attributes, hooks and the tokenizer.
+    """
     weights = [(each.dtype, each.requires_grad, each.grad is None) for each in model.parameters()]
     modules = [(name, part.training, sorted(vars(part))) for name, part in model.named_modules()]
     return weights_hash(model, whole=True), weights, modules, hooks_of(model), id(model.tokenizer)
@@ -29,7 +32,7 @@ class Shared:
         return self.model
 
     def require_unchanged(self):
-        """Fail if a test has changed the model since the last look."""
+        """Fail if a test has changed the model since the last call of this method."""
         if self.is_used:
             assert state_of(self.model) == self.state, f"a test has changed the shared {self.name}"
         self.is_used = False

@@ -1,4 +1,4 @@
-"""The build script of the guides, and the comparison of a printed text with a stored one."""
+"""The build script of the guides as a module, and a comparison of printed and stored outputs."""
 
 import importlib.util
 import math
@@ -19,8 +19,9 @@ def numbers(text):
 
 
 def assert_same(printed, stored):
-    """Compare two texts: words exactly, numbers to two digits, because machines round
-    differently.
+    """Check that two texts have the same words, and the same numbers to about two digits.
+
+    The numbers may differ a little, because machines round differently.
     """
     assert NUMBER.sub("#", printed).split() == NUMBER.sub("#", stored).split()
     for ours, theirs in zip(numbers(printed), numbers(stored), strict=True):

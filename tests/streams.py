@@ -1,4 +1,7 @@
-"""Small models of every block form, and masked runs written slowly: a stream for every reader."""
+"""Small models of every block form, and a slow reference for runs of circuits.
+
+The reference computes a residual stream of its own for each reader, a part that reads the stream.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +38,7 @@ def made(seed=0, **choices):
 
 
 def seen_keys(config, layer, real):
-    """Which keys a query sees, [batch, query, key], and the positions of the texts."""
+    """Return True for the keys that a query sees, [batch, query, key], and the positions."""
     pos = real.shape[1]
     counted = (real.long().cumsum(1) - 1).clamp(min=0)
     gap = counted[:, :, None] - counted[:, None]
@@ -45,7 +48,7 @@ def seen_keys(config, layer, real):
 
 
 def normed(norm, config, x, parts=()):
-    """The norm of a vector, and the shares of the parts that it is a sum of."""
+    """Return the output of a norm, and the share of each part if `x` is the sum of `parts`."""
     if not hasattr(norm, "scale"):
         return x, list(parts)
     centred = x - x.mean(-1, keepdim=True) if config.norm == "layernorm" else x
@@ -58,13 +61,20 @@ def normed(norm, config, x, parts=()):
 
 @torch.no_grad()
 def slow_run(model, tokens, mask=None, source=None, real=None, nodes=None):
-    """The logits, and what each writer adds, where each reader sees `(1 - m) current + m source` of
-    each writer.
+    """Return the logits of a run with a mask of edges, and the output of each writer.
+
+    A writer is a part that adds to the residual stream. For an edge with the mask m, the reader
+    sees `(1 - m) * current + m * source`: `current` is the output of the writer in this run, and
+    `source` is its output in another run.
 
     Args:
-        mask: [writer, reader], or with axes `pos` or `batch pos`, in the order of `nodes`; None for
-            a plain run.
-        source: by writer, what it adds in the other run.
+        model: the model, in float64.
+        tokens: the tokens [batch, pos].
+        mask: [writer, reader], with more axes `pos` or `batch pos` if they differ, in the order of
+            `nodes`. Default: no mask, a plain run.
+        source: the output of each writer in the other run, by its name.
+        real: True for real tokens, [batch, pos]. Default: no padding.
+        nodes: the graph of the model, which names writers and readers. A mask needs it.
     """
     config, current, fixed = model.config, {}, 0
     real = torch.ones_like(tokens, dtype=torch.bool) if real is None else real.bool()

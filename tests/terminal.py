@@ -1,6 +1,4 @@
-"""A terminal in memory, for what is written to standard error, and progress bars that write to it
-at once.
-"""
+"""A terminal in memory, for tests of progress bars and of other text in standard error."""
 
 import io
 import re
@@ -12,7 +10,10 @@ from hooks.base import progress
 
 
 def appear_soon(monkeypatch, delay, every):
-    """Show bars after `delay` seconds and draw them every `every` seconds, in any environment."""
+    """Show bars after `delay` seconds, and draw them every `every` seconds.
+
+    Environment variables that switch bars off are removed.
+    """
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(progress, "DELAY", delay)
@@ -20,15 +21,16 @@ def appear_soon(monkeypatch, delay, every):
 
 
 def write_to(stream, monkeypatch, **modules):
-    """Make a stream standard error for bars only. pytest replaces `sys.stderr` before a test
-    begins.
+    """Let progress bars write to a stream instead of `sys.stderr`.
+
+    `sys.stderr` itself stays, because pytest has put an object of its own there.
     """
     system = types.SimpleNamespace(stderr=stream, modules={**sys.modules, **modules})
     monkeypatch.setattr(progress, "sys", system)
 
 
 class Terminal(io.StringIO):
-    """What programs write to a terminal, and what can be seen there afterwards."""
+    """A text stream like a terminal. `screen` is the text that a person would see at the end."""
 
     def isatty(self):
         super().isatty()  # raises an error if it is closed
@@ -36,7 +38,7 @@ class Terminal(io.StringIO):
 
     @property
     def screen(self):
-        """The lines that can be seen, without spaces at their ends."""
+        """The visible lines, without spaces at their ends."""
         lines, row, column = [""], 0, 0
         for part in re.split(r"(\r|\n|\x1b\[A)", self.getvalue()):
             if part == "\r":

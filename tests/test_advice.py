@@ -1,6 +1,4 @@
-"""Errors give advice: for a missing step, for swapped arguments, for an option with
-another name.
-"""
+"""Errors say what to do: if a step is missing, arguments are swapped or an option is renamed."""
 
 import pytest
 import torch

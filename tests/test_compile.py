@@ -1,4 +1,4 @@
-"""torch.compile, in processes of their own: as users run it, without the tests' shape checks."""
+"""torch.compile with hooks. The scripts run in a process without shape checks, as for users."""
 
 import shutil
 import subprocess
@@ -186,7 +186,8 @@ SCRIPTS = {
     "steps": STEPS,
     "refused": REFUSED,
 }
-# The eager backend shows the graph. Other backends may transform it.
+# These scripts run in every test run, with the backend "eager", which runs the traced graph without
+# changing it. With --full, all scripts run.
 QUICK = ("baked", "added", "steps")
 RUNS = [
     (QUICK, "eager"),

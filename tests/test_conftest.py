@@ -1,4 +1,4 @@
-"""The project's additions to pytest: what a sample keeps, and what a summary says of the rest."""
+"""The additions of tests/conftest.py to pytest: samples of cases, and the summary at the end."""
 
 import itertools
 from types import SimpleNamespace
@@ -9,21 +9,28 @@ from tests import conftest
 
 
 class Config(SimpleNamespace):
-    """The part of pytest's config that is read. One of several processes has `workeroutput`."""
+    """A config with the parts of pytest's config that tests/conftest.py reads.
+
+    In a process that pytest-xdist started, it has the attribute `workeroutput`.
+    """
 
     def getoption(self, name):
         return getattr(self, name)
 
 
 def case(row, column, *marks):
-    """A case of a table, or a long test of its own."""
+    """Return a test item: one case of a parametrized test."""
     found = {mark.name: mark for mark in marks}
     names = dict(originalname="test_table", name=f"test_table[{row}-{column}]")
     return SimpleNamespace(parent=None, get_closest_marker=found.get, **names)
 
 
 def collected(config):
-    """The names that are kept, of a table of which each third case runs and of a long test."""
+    """Return the names of the test items that would run.
+
+    The items are the nine cases of a test that is marked `sampled(3)`, and a test that is marked
+    `full`.
+    """
     table = itertools.product(range(3), range(3))
     items = [case(row, column, pytest.mark.sampled(3).mark) for row, column in table]
     items.append(case("long", "", pytest.mark.full.mark))
@@ -32,7 +39,7 @@ def collected(config):
 
 
 def summary(config):
-    """The lines at the end of a run."""
+    """Return the lines that the summary adds at the end of a run."""
     lines = []
     conftest.pytest_terminal_summary(SimpleNamespace(write_line=lines.append), config)
     return lines

@@ -70,7 +70,7 @@ def test_cyclic_embeddings_give_back_their_frequencies(cyclic, n):
     wanted = np.zeros(n // 2 + 1)
     wanted[[0, 2, 5]] = 0.49 * n, n, n / 2
     close(cyclic.frequency_power(embeddings).sum(1), wanted)
-    # The plane of a frequency in the stream.
+    # The two directions of frequency 2 in the stream span the plane that carries its waves.
     plane = embeddings.T @ cyclic.fourier_basis(n)[:, 3:5]
     close(subspace_overlap(plane, directions[:, :2]), 1)
     close(subspace_projection(embeddings, plane), waves[:, :2] @ directions[:, :2].T)
@@ -86,7 +86,8 @@ def test_logits_of_waves_around_the_answer(cyclic, operation, unchecked):
     wanted = np.zeros(6)
     wanted[[0, 2, 4]] = np.array([0.25, 0.5, 4.5]) * n**3
     close(cyclic.answer_power(logits, answers), wanted)
-    # What follows the inputs otherwise has no share, and the sum is that of squares.
+    # Logits that depend on an input, and not on the distance to the answer, add no power. The
+    # powers add up to the sum of squares of the logits.
     other = (2 * torch.pi * 3 * a / n).cos()[..., None] * randn(n)
     close(
         cyclic.answer_power(logits + other - other.mean(-1, keepdim=True), answers).sum(),

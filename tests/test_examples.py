@@ -24,8 +24,8 @@ def test_the_attribution_graph_example(printed, tmp_path):
     found = {
         name: [float(n) for n in numbers.replace("none", "nan").split()] for name, numbers in rows
     }
-    # The numbers of the guide, of the effects through values and with attention; and of what is
-    # lost by patterns.
+    # The correlations in the guide: predictions through values alone are bad, and predictions
+    # through values and attention are good. The third column is the part through attention.
     assert abs(found["0"][0]) < 0.2 < 0.6 < found["0"][1]
     assert abs(found["all"][0]) < 0.2 < 0.6 < found["all"][1]
     assert found["0"][2] > 0.75
@@ -47,7 +47,10 @@ def test_the_features_example(printed, tmp_path):
 
 @pytest.fixture
 def printed(monkeypatch, capsys, tmp_path):
-    """What an example prints, which writes its figures to `tmp_path`."""
+    """A function that runs an example and returns the text that it prints.
+
+    The example writes its figures to `tmp_path`.
+    """
     pytest.importorskip("matplotlib")
     for folder in ("examples", "examples/studies"):
         monkeypatch.syspath_prepend(ROOT / folder)
@@ -91,7 +94,7 @@ def test_the_attribution_example(printed, tmp_path):
     shares = [int(share) for share in re.findall(r"effects are (\d+)%", out)]
     assert len(ranks) == 4
     assert min(ranks) > 0.9
-    # The size of integrated gradients is closer to the exact effect.
+    # The estimates of integrated gradients have a size that is closer to the exact effects.
     assert abs(shares[1] - 100) < abs(shares[0] - 100)
     assert abs(shares[3] - 100) < abs(shares[2] - 100)
     # The changed digit is read at position 17.
@@ -131,7 +134,8 @@ def test_the_interchange_example(printed, tmp_path):
         for block, pos, text in places
     }
     assert len(scores) == 4
-    for (_, pos), of in scores.items():  # the digit stays at its position until the last block
+    # Up to the last block, position 13 carries the digit, and the last position does not.
+    for (_, pos), of in scores.items():
         assert (of["aligned"] > 0.8) == (pos == "13")
         assert of["random"] < 0.1
     assert {path.name for path in tmp_path.iterdir()} == {"added.html", "copied.html"}
@@ -148,7 +152,7 @@ def test_the_reading_example(printed, tmp_path):
     total = float(re.search(r"another one is (\S+): the sum", out)[1])
     streams = re.findall(r"^ +(\d_pre|final_post) +(\S+) +(\S+)% +\S+% +\S+%$", out, re.MULTILINE)
     assert float(streams[-1][1]) == pytest.approx(total)
-    # The last layer brings the digit, by attention and then by its MLP.
+    # The last layer moves the digit to the last position, first attention and then the MLP.
     assert float(streams[-1][2]) > 50 > 1 > float(streams[-2][2])
     assert re.search(r"component m3 .*\ncomponent a3\.h\d", out)
     assert {path.stem for path in tmp_path.iterdir()} >= {"parts", "streams", "text"}
@@ -214,7 +218,7 @@ def test_indirect_objects_are_pairs_of_names_of_one_token(ioi):
 
 
 def test_the_worked_numbers_of_the_handout(printed, tmp_path):
-    """By hand, with a = e^(1/√2): the weights of row 0 are a, a and 1 in parts of 2 a + 1."""
+    """By hand: the weights of row 0 are a, a and 1, divided by 2 a + 1, with a = e^(1/√2)."""
     texts = printed("handout").split("--- causal mask ---")
     names = {f"{name}.png" for name in ("attention", "cost", "positions", "temperature")}
     assert {path.name for path in tmp_path.iterdir()} == names

@@ -1,4 +1,4 @@
-"""The guides: their code runs, prints the stored outputs, and their links lead somewhere."""
+"""The guides: their code runs and prints the stored outputs, and the targets of links exist."""
 
 import json
 import re
@@ -71,7 +71,7 @@ def test_a_notebook_shows_its_outputs_everywhere(path):
 
 
 def links():
-    """Every link of the README, the notebooks and the pages: the page, and the target."""
+    """Yield each relative link of the README, the notebooks and the pages: the page, the target."""
     for path in (ROOT / "README.md", *GUIDES.glob("*.md"), *NOTEBOOKS):
         text = path.read_text("utf-8")
         if path.suffix == ".ipynb":
@@ -84,7 +84,7 @@ def links():
 
 
 def anchors(path):
-    """The anchors of the headings of a page, as GitHub makes them."""
+    """Return the anchors of the headings of a page, as GitHub makes them."""
     headings = re.findall(r"(?m)^#+ (.+)$", path.read_text("utf-8"))
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

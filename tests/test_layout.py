@@ -21,7 +21,7 @@ MODULES = [path for package in MAY_IMPORT for path in sorted((ROOT / package).rg
 
 @functools.cache
 def nodes_of(path):
-    """All nodes of the syntax of a file."""
+    """Return all nodes of the syntax tree of a file."""
     return [*ast.walk(ast.parse(path.read_text()))]
 
 
@@ -43,7 +43,7 @@ def test_imports_go_one_way():
         assert {name[0] for name in ours} <= allowed, path
         is_base = path.is_relative_to(ROOT / "hooks" / "base")
         assert not is_base or {tuple(name[:2]) for name in ours} <= {("hooks", "base")}, path
-        # A package is seen by its face.
+        # From outside, only the face of a package (its __init__.py) may be imported.
         if package != "hooks":
             faces = {*PUBLIC["hooks"].split(), "base", "shared", "__version__"}
             seen = {name[1] for name in ours if name[0] == "hooks" and len(name) > 1}
@@ -103,15 +103,16 @@ def is_private(dotted):
 
 
 def private_parts_of_torch(path):
-    """Each private name of PyTorch that a module imports or reads, with its line."""
+    """Yield each private name of PyTorch that a module imports or reads, with its line."""
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        # What is public may be a part of something private, which is a node itself.
+        # A public name can be an attribute of a private name. The private name is a node of its
+        # own, so only private attributes matter here.
         elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
-            # A class that overrides a documented method of nn.Module may read its own.
+            # A class that overrides a documented method of nn.Module may read `self._name`.
             own = isinstance(node.value, ast.Name) and node.value.id == "self"
             names = [
                 f"torch.{node.attr}" if node.attr in PRIVATE and not own else ast.unparse(node)
@@ -131,7 +132,8 @@ def test_private_parts_of_torch_are_used_in_one_module():
         assert bool(found) == is_theirs, (path, found)
 
 
-# Text that is only hashed, and prompts, which must be exactly as `transformers` writes them.
+# These modules write JSON themselves. One of them only hashes the text, and another one writes
+# prompts, which must be exactly the text that `transformers` writes.
 WRITES_OTHER_JSON = {
     "hooks/base/strict_json.py",
     "hooks/base/hashes.py",
@@ -148,7 +150,7 @@ def test_json_is_written_by_one_module():
         assert bool(called & writers) == may_write, path
 
 
-# Calls that may run code of the files that they read, and the argument that keeps them from it.
+# These calls may run code from the files that they read, unless an argument has a safe value.
 RUNS_CODE = {
     "from_pretrained": ("trust_remote_code", {"False", "trusts"}),
     "from_config": ("trust_remote_code", {"False"}),
@@ -222,9 +224,8 @@ def test_public_names_show_how_they_are_used(package):
     assert not silent
 
 
-@pytest.mark.xdist_group(
-    "shapes"
-)  # in one process, so that the calls of one test do not count in the other test
+# Both cases run in one process, to test that calls are counted anew in each test.
+@pytest.mark.xdist_group("shapes")
 @pytest.mark.parametrize("again", [False, True])
 def test_a_wrong_shape_is_an_error_in_tests(again):
     from hooks import HookedRunner
@@ -308,7 +309,7 @@ def test_a_foreign_module_called_models_is_a_warning(tmp_path):
 
 
 def test_interp_is_imported_without_models(tmp_path):
-    """A project may contain only `hooks` and `interp`. Then there is nothing to warn about."""
+    """A project may contain only `hooks` and `interp`. Then `import interp` must not warn."""
     for package in ("hooks", "interp"):
         shutil.copytree(ROOT / package, tmp_path / package)
     done = python(

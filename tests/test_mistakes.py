@@ -1,6 +1,7 @@
-"""Ordinary mistakes.
+"""Ordinary mistakes of users.
 
-Each raises one error of this package that names the given value, never an error of Python itself.
+Each mistake must raise an error of this package that names the given value. It must not raise an
+error of Python itself, which gives no advice.
 
 The table has one line for each mistake: the call, the class of the error, and words of its message.
 """
@@ -368,7 +369,7 @@ models.causal_mask(-1)                                          | ValueError | -
 """
 LINES = [[part.strip() for part in line.split(" | ")] for line in MISTAKES.strip().splitlines()]
 TEXT = "def f(x): return x"
-# Errors of Python itself, which give no advice.
+# Words in errors of Python itself. No mistake may end in such an error.
 OF_PYTHON = re.compile(
     r"^'\w+' object |NoneType' object|not subscriptable|is not iterable|unsupported operand|has no len|"
     r"unexpected keyword|has no attribute 'shape|takes \d+ positional|os\.PathLike object, not|indices must be|tensor\(|array\("
@@ -382,7 +383,7 @@ def spliced(model, dictionaries):
 
 @pytest.fixture(scope="module")
 def given():
-    """What the calls of the table are made with."""
+    """The names that the calls of the table use."""
     transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 4, "vocab_size": 7}
     model = pydoc()

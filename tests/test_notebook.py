@@ -1,4 +1,4 @@
-"""What a fresh notebook shows: cells that a real kernel runs one by one."""
+"""Run cells in a real Jupyter kernel, and check what a notebook shows below them."""
 
 import base64
 

@@ -1,5 +1,7 @@
-"""Padding changes no number: every function on a batch of unequal texts, compared with each text
-alone.
+"""Padding changes no number.
+
+Every function runs on a batch of texts of unequal length. The result must equal the results of the
+texts alone.
 """
 
 import functools
@@ -23,7 +25,7 @@ RIGHT, WRONG = ANSWERS.T
 
 @functools.cache
 def model_of(kind):
-    """Return a model in float64. An attached model stays attached."""
+    """Return a model in float64, the same object at each call."""
     if kind != "attached gpt2":
         more = {"learned": {}, "rotary": dict(positions="rotary", norm="rmsnorm", window=4)}[kind]
         return made(**more)
@@ -38,7 +40,7 @@ def model_of(kind):
 
 
 def readout(model, batch, read):
-    """A reading of a lazy run of the texts."""
+    """Run the texts with a lazy cache, and return a reading of the cache."""
     return read(interp.run_with_cache(model, batch, lazy=True)[1])
 
 
@@ -75,7 +77,7 @@ def circuit(model, clean, other, n):
 
 
 def lensed(model, cache, n):
-    """The entropy at each text's last token."""
+    """Return the entropy and the largest probability of the lens at the last token of each text."""
     found = interp.logit_lens(model, cache, top_k=3)
     seen = ~found.entropy.isnan()
     last = seen[0].cumsum(1).argmax(1)
@@ -94,7 +96,12 @@ def strongest(model, clean, other, n):
 
 
 def shares(function):
-    """Shares of each example's own difference; the result's are of the mean difference."""
+    """Return a function that measures a circuit, with a share for each example.
+
+    The values of `function` are shares of the mean difference over all examples, which is another
+    number for a text alone. `target` is the difference of each example in the same unit, so the
+    quotient is the share of the example's own difference.
+    """
 
     def run(model, clean, other, n):
         graph = interp.graph.Graph(model)
@@ -106,15 +113,16 @@ def shares(function):
 
 
 def last_of(values):
-    """The vectors [component, d_model, batch] at each text's last token, from [component batch pos
-    d_model].
+    """Return the vectors at the last token of each text, [component, d_model, batch].
+
+    `values` [component batch pos d_model] are NaN at padding.
     """
     last = (~values[0, ..., 0].isnan()).cumsum(1).argmax(1)
     return values[:, range(len(last)), last].movedim(1, -1)
 
 
 def generated(model, clean, other, n):
-    """The new tokens of each text, as numbers [token, text]."""
+    """Return the new tokens of each text, as numbers [token, text]."""
     if not isinstance(model, models.Transformer):
         tokens, mask = clean
         if mask is not None and not mask[:, -1].all():
@@ -242,7 +250,7 @@ def test_the_loss_of_padded_texts_leaves_padding_out():
             torch.testing.assert_close(found[~found.isnan()], alone)
 
 
-# The axes along which the columns of one text are selected.
+# The calls that select positions of a cache, after the run or during it.
 CUTS = {
     "at": lambda runner, batch, chosen: runner.run_with_cache(batch)[1].at(pos=chosen),
     "at, lazily": lambda runner, batch, chosen: runner.run_with_cache(batch, lazy=True)[1].at(
@@ -295,7 +303,8 @@ def test_a_cache_knows_its_padding_after_it_was_cut(tmp_path):
         torch.testing.assert_close(turned.at(pos=-4)["resid_mid", 0][1], alone[0][-4])
         torch.testing.assert_close(turned.at(pos=-4)["resid_mid", 0][0], alone[2][0])
         torch.testing.assert_close(cache.at(batch=2, pos=-4)["resid_mid", 0], alone[2][0])
-        # Columns 1 to 3 of the longest text are padding of the shortest, and then its first token.
+        # With padding on the left, columns 1 to 3 of the batch are tokens of the longest text. In
+        # the shortest text, they are two columns of padding and then the first token.
         part = cache.at(pos=slice(1, 4))
         assert part.real().int().tolist() == [[0, 1, 1], [1, 1, 1], [0, 0, 1]]
         torch.testing.assert_close(part.at(batch=2, pos=-1)["resid_mid", 0], alone[2][0])
@@ -303,7 +312,7 @@ def test_a_cache_knows_its_padding_after_it_was_cut(tmp_path):
         torch.testing.assert_close(turned, torch.stack([row[-3] for row in alone]))
         keys = cache.at(batch=[0, 2]).at(query=-1).at(key=-4)["pattern", 1]
         torch.testing.assert_close(keys[1], whole["pattern", 1][2, :, -1, -4])
-        # Of unequal texts, the entropies of a cut and turned cache are those of each text.
+        # A lens that reads a part of the cache knows which columns of its texts are padding.
         found = interp.logit_lens(model, cache.at(batch=[1, 2])).entropy
         assert found.isnan().any(0).int().sum(1).tolist() == [0, 3]
 
@@ -330,13 +339,14 @@ def test_places_from_the_end_of_a_tensor_beside_padding_are_refused():
         with pytest.raises(EditError, match="padding of the tensor is unknown"):
             runner.run_with_hooks(batch, hooks=hooks)
         unpadded = torch.tensor(ROWS[1:2] * 3)
-        runner.run_with_hooks(unpadded, hooks=hooks)  # nothing is padding there
+        runner.run_with_hooks(unpadded, hooks=hooks)  # allowed, because nothing is padding
     hooks = {name: edits.replace(cache, source_pos=-1, pos=1)}
     with runner.hooks(hooks):
         _, edited = runner.run_with_cache(batch, names=name)
     wanted = torch.stack([values[n, len(row) - 1] for n, row in enumerate(ROWS)])
     assert torch.equal(edited[name][:, 1], wanted)
-    # A source with one text is used in every row, with its own padding.
+    # If the source has only one text, every row takes its values. The positions of the source count
+    # the real tokens of this text, not of the row.
     _, one = runner.run_with_cache(model.to_tokens(ROWS, side="left"))
     one = one.at(batch=[2])
     hooks = {name: edits.replace(one, source_pos=-4, pos=1)}
@@ -349,7 +359,8 @@ def test_positions_of_a_later_piece_and_of_a_generation():
     model = model_of("learned")
     runner = HookedRunner(model)
     tokens, mask = model.to_tokens(ROWS, side="left")
-    # The padding of the first columns, and not of the last, is cut off with them.
+    # The model reads two columns first, and then the others. One text has padding in the first
+    # columns, and another text has padding in the last column.
     mask = mask & (torch.arange(7) < torch.tensor([[7], [6], [7]]))
     alone = [runner.run_with_cache(t[real][None])[1] for t, real in zip(tokens, mask, strict=True)]
     wanted = torch.stack([text["resid_post", 1][0, -1] for text in alone])
@@ -363,9 +374,8 @@ def test_positions_of_a_later_piece_and_of_a_generation():
         given = dict(attention_mask=mask, kv_cache=held)
         _, cut = runner.run_with_cache(tokens[:, 2:], **given, pos=[-1])
     assert whole.real().tolist() == mask[:, 2:].tolist()
-    assert torch.equal(
-        text_of(whole).attention_mask, mask[:, 2:]
-    )  # the mask of its input has earlier columns
+    # The mask that the model received also has the first two columns.
+    assert torch.equal(text_of(whole).attention_mask, mask[:, 2:])
     torch.testing.assert_close(whole.at(pos=-1)["resid_post", 1], wanted)
     torch.testing.assert_close(cut["resid_post", 1][:, 0], wanted)
     run = functools.partial(models.generate, model, max_new_tokens=3)
@@ -411,9 +421,7 @@ def test_gradients_are_cut_as_values_are():
 
 
 def pattern_edits(after):
-    """Edits of attention patterns that would write at padded keys, and whether they
-    follow columns.
-    """
+    """Return edits of attention patterns that would write at keys that are padding."""
     return {
         "add": edits.add(torch.tensor(0.1).double(), **after),
         "replace": edits.replace(torch.tensor(0.2).double(), **after),
@@ -436,13 +444,14 @@ def test_an_edit_writes_nothing_at_padded_keys(kind, side, place):
         with runner.hooks({name: edit}, receipts=True) as context:
             output, cache = runner.run_with_cache(batch, names=name)
         assert context.receipts[0].rows == 3
-        # Queries that are padding attend to anything.
+        # Look only at queries that are real tokens. Queries that are padding may attend anywhere.
         at_padding = cache[name].masked_select(mask[:, None, :, None] & ~mask[:, None, None])
         assert at_padding.numel()
         assert not at_padding.any()
         logits = protocol.logits_of(output)
         for n, row in enumerate(ROWS):
-            # Noise depends on the row and the column, which differ if the text is alone.
+            # The noise depends on the row and the column of the batch. Only the first text has the
+            # same row and columns when it is alone, and only with padding on the right.
             if what != "noise" or (side == "right" and n == 0):
                 alone = protocol.logits_of(
                     runner.run_with_hooks(torch.tensor([row]), hooks={name: edit})
@@ -453,7 +462,10 @@ def test_an_edit_writes_nothing_at_padded_keys(kind, side, place):
 
 
 def test_an_edit_is_the_same_beside_other_hooks():
-    """On attached models other kernels leave other values in padded rows."""
+    """A second edit in the sweep makes attached models use another attention kernel.
+
+    Kernels may leave different values in queries that are padding, and the result must not change.
+    """
     model = model_of("attached gpt2")
     batch = protocol.of(model).to_tokens(ROWS, side="left")
     noise = {"blocks.1.attn.pattern": edits.noise(0.1, 1)}
@@ -466,7 +478,7 @@ def test_an_edit_is_the_same_beside_other_hooks():
 
 @pytest.mark.parametrize("kind", ["learned", "rotary"])
 def test_a_padded_generation_is_edited_as_each_text_is(kind):
-    """Also where a window has dropped the first keys."""
+    """The rotary model has a window, so it drops the first keys during the generation."""
     model = model_of(kind)
     hooks = {"blocks.*.attn.pattern": edits.add(torch.tensor(0.3).double())}
     with HookedRunner(model).hooks(hooks):
@@ -551,7 +563,7 @@ def test_an_edit_writes_nothing_at_padding_of_an_encoder(side):
 
 
 SOURCES = [[8, 1, 6, 2, 7, 4, 9], [12, 3, 5, 1], [2, 2, 6, 7, 1, 3]]
-"""Texts of other lengths than `ROWS`: 7, 4 and 6 where these have 5, 7 and 4."""
+"""Texts with 7, 4 and 6 tokens. The texts in `ROWS` have 5, 7 and 4 tokens."""
 
 
 @pytest.mark.parametrize("source_side", ["left", "right"])
@@ -585,7 +597,7 @@ def test_positions_from_the_end_count_in_the_texts_of_a_source(kind, side, sourc
     torch.testing.assert_close(edited(edits.add(source, pos=-2), -2), expected)
     expected = torch.stack([ours[-1] + onto @ (theirs[-1] - ours[-1]) for ours, theirs in pairs])
     torch.testing.assert_close(edited(edits.interchange(source, vector, pos=-1), -1), expected)
-    # A mean over texts is the mean over their last tokens, for any lengths.
+    # The mean at pos=-1 is the mean over the last tokens of all texts, also of unequal length.
     for given in (source, last):
         expected = torch.stack([theirs[-1] for theirs in alone]).mean(0).expand(3, -1)
         torch.testing.assert_close(edited(edits.mean(given, pos=-1), -1), expected)
@@ -635,19 +647,21 @@ def test_padding_of_a_source_is_never_copied():
             runner.run_with_hooks(batch, hooks={name: edits.replace(source, batch=[0, 2])})
         with pytest.raises(EditError, match="resample.*text 1"):
             runner.run_with_hooks(batch, hooks={name: edits.resample(source, pos=-1)})
-        # A donor has the padding of the row, so its values would be padding too.
+        # The only donor has padding in the same columns, so its values there would be padding.
         alike = model.to_tokens([SOURCES[1]] * 2 + [SOURCES[0]] * 2, side=side)
         _, donors = runner.run_with_cache(alike)
         longer = model.to_tokens(ROWS[1:2] * 4)
         with pytest.raises(EditError, match=f"pos {columns[0].replace('text 1', 'text 0')}"):
             runner.run_with_hooks(longer, hooks={name: edits.resample(donors)})
-        # The first text has no padding, and columns 4 and 5 or 1 and 2 of the others are padding
-        # here too.
+        # These edits are allowed. Either the source is the first text, which has no padding. Or
+        # the edited texts have padding in the same columns as the source, so that padding is copied
+        # only to padding.
         runner.run_with_hooks(batch, hooks={name: edits.replace(source, batch=0)})
         alike = model.to_tokens(SOURCES, side=side)
         for edit in (edits.replace(source), edits.add(source, pos=slice(1, 6))):
             runner.run_with_hooks(alike, hooks={name: edit})
-        # Keys of another text: the weights would add up to less than 1, or belong to padding.
+        # A pattern of another text has weights for the keys of that text. Here they would add up
+        # to less than 1, or they would be weights of padding.
         pattern = "blocks.1.attn.pattern"
         for where in ({"query": -1}, {"query": 3, "key": slice(0, 7)}, {"key": -1, "query": 3}):
             with pytest.raises(EditError, match=r"key [0456] of text [012]"):
@@ -667,7 +681,8 @@ def test_a_pattern_of_unpadded_texts_does_not_fit_padded_ones(side):
         with pytest.raises(EditError, match="key 0 of text 0"):
             runner.run_with_hooks(batch, hooks=hooks)
         return
-    # With padding on the right, the missing keys come after all queries, so they have no weight.
+    # With padding on the right, the keys that are padding come after all real queries, so their
+    # weight is 0.
     hooks = {"blocks.0.attn.pattern": edits.replace(source, query=slice(0, 4))}
     with runner.hooks(hooks):
         cache = runner.run_with_cache(batch, names="*.pattern")[1]

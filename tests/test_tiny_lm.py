@@ -1,4 +1,4 @@
-"""The examples that train: their files, figures, resumed runs and errors."""
+"""The examples that train a model: their files, figures, resumed runs and errors."""
 
 import json
 import math
@@ -20,10 +20,8 @@ from models import (
 pytest.importorskip("matplotlib")
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-sys.path += [
-    str(EXAMPLES),
-    str(EXAMPLES / "studies"),
-]  # at the end, so that they hide no other module
+# Append the folders, so that their modules hide no other module.
+sys.path += [str(EXAMPLES), str(EXAMPLES / "studies")]
 tiny_lm, figures = import_module("tiny_lm"), import_module("tiny_lm_figures")
 train_pydoc, qk_norm = import_module("train_pydoc"), import_module("qk_norm")
 
@@ -44,7 +42,7 @@ def text(tmp_path):
 
 @pytest.fixture
 def call(text, tmp_path, capsys):
-    """Run an example in a directory. Return its status, its output and its errors."""
+    """A function that runs an example in a directory, and returns its status, output and errors."""
 
     def call(*more, example=tiny_lm, small=SMALL):
         options = words(small | {"out": tmp_path / "out"})
@@ -92,7 +90,8 @@ def test_it_writes_a_model_a_log_samples_and_figures(call, tmp_path, text, monke
     assert all(part.startswith("to be") for part in texts)
     # The prompt, 20 characters and the line's end.
     assert len(texts[-1]) == 5 + 20 + 1
-    # The weights, the sampling and its seed of the last one are also those of a sample at the end.
+    # The last sample during training has the weights, the settings and the seed of the third
+    # sample after training, so both are the same text.
     first, last = (out / "samples_by_step.txt").read_text().split("--- step ")[1:]
     assert first.startswith("2, temperature 0.8 ---\nto be")
     assert last == f"4, temperature 0.8 ---\n{texts[2][: 5 + 20]}\n"
@@ -107,7 +106,7 @@ def test_it_writes_a_model_a_log_samples_and_figures(call, tmp_path, text, monke
 
 
 def gpt2_files(directory):
-    """GPT-2's two files, of its bytes and one merge."""
+    """Write the two files of a tokenizer like GPT-2's, with all bytes and one merge."""
     signs = pytest.importorskip("tokenizers").pre_tokenizers.ByteLevel.alphabet()
     pieces = [*sorted(signs), "be", "<|endoftext|>"]
     directory.mkdir()
@@ -196,8 +195,9 @@ def drawn_at_random(config):
 
 @torch.no_grad()
 def scores_by_hand(model, tokens):
-    """Scores [layer, head, query, key] of a `nano` model on tokens [1, pos]; -inf for
-    the future.
+    """Return scores [layer, head, query, key] of a `nano` model on tokens [1, pos].
+
+    They are -inf for keys after the query.
     """
     resid = []
     hooks = [
@@ -225,7 +225,7 @@ def test_qk_norm_bounds_the_scores(call, tmp_path):
     assert all(name in shown for name in found)
     free, normed = found.values()
     assert [m["step"] for m in free] == [m["step"] for m in normed] == list(range(13))
-    # Vectors of length sqrt(4), their product divided by sqrt(4).
+    # Queries and keys have the length sqrt(4), and scores are their product divided by sqrt(4).
     assert all(m["largest_score"] <= 2 + 1e-4 for m in normed)
     assert free[-1]["largest_score"] > 2.5
     assert free[0]["entropy"] == pytest.approx(1, abs=1e-3)

@@ -1,6 +1,4 @@
-"""The guide for people from TransformerLens: each row runs, and gives the numbers that
-TransformerLens gave.
-"""
+"""The guide for users of TransformerLens: each line runs, and gives the same numbers."""
 
 import contextlib
 import io
@@ -15,8 +13,8 @@ from tests.transformer_lens import rows
 
 EXAMPLE = rows.GUIDE.parents[1] / "from_transformer_lens.py"
 
-# These numbers differ: a name; singular vectors, in their sign; another share of queries; values
-# without the gain.
+# The results of these lines differ for a reason: the name of a point, the sign of singular vectors,
+# another set of queries, and values without the gain of a norm.
 OTHER = ("utils.get_act_name", "SVDInterpreter", "detect_head", "folded_cache.apply_ln_to_stack")
 
 

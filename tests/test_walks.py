@@ -38,7 +38,8 @@ def test_a_graph_is_what_was_asked_for(walks, graph):
     assert torch.bincount(graph.region).tolist() == [16, 16, 15]
     assert torch.equal(graph.adjacency, graph.adjacency.T)
     assert not graph.adjacency.diagonal().any()
-    # Two for the cycle, two for chords, rounded down in the region of 15.
+    # A vertex has two edges of the cycle and, on average, two edges of chords. The number of chords
+    # is rounded down in the region of 15 vertices.
     assert graph.adjacency.sum().item() == 2 * (16 + 16 + 16 + 16 + 15 + 15)
     assert graph.adjacency.sum(1).min() >= 2
     for region in range(3):
@@ -86,10 +87,12 @@ def statistics(walks):
 
 
 def test_differences_come_with_an_interval_over_walks(statistics):
-    """One walk has no step inside. NaN is ignored. The means are over steps, not over walks.
+    """The means are over steps, and the interval is over walks. NaN is ignored. The third walk has
+    no step inside event windows.
 
-    By hand: the walks contribute (1 - 3) / (2 / 3), (5 - 3) / (2 / 3) and 0 inside. Outside they
-    contribute (5 - 2 R) / 2, (9 - R) / 2 and (12 - 3 R) / 2, where R = 13 / 3.
+    The expected interval is computed by hand from the contribution of each walk to the difference.
+    Inside, the contributions are (1 - 3) / (2 / 3), (5 - 3) / (2 / 3) and 0. Outside, they are
+    (5 - 2 R) / 2, (9 - R) / 2 and (12 - 3 R) / 2, with R = 13 / 3.
     """
     values = torch.tensor([[1.0, 2.0, 3.0], [5.0, math.nan, 9.0], [4.0, 4.0, 4.0]])
     inside = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0]]).bool()
@@ -114,10 +117,10 @@ def test_the_course_around_an_event_is_read_at_its_lag(statistics):
     rows = statistics.locked(values, events, lags)
     assert [row.lag for row in rows] == list(lags)
     for lag, mean, low, high in rows:
-        # t is 3.1824, and the standard error of 20, 30, 20, 30 is 5 / √3.
+        # The quantile of Student's t is 3.1824. The standard error of 20, 30, 20, 30 is 5 / √3.
         half = 3.182446 * 5 / math.sqrt(3)
         assert (mean, low, high) == pytest.approx((25 + lag, 25 + lag - half, 25 + lag + half))
-    # Nothing wraps around the ends of a walk.
+    # Steps before the start or after the end of a walk are not counted.
     edges = torch.zeros(4, 60, dtype=torch.bool)
     edges[:, 1] = edges[:, 58] = True
     means = {row.lag: row.mean for row in statistics.locked(values, edges, lags)}
@@ -136,9 +139,8 @@ def study(walks, statistics, monkeypatch):
 
 @pytest.fixture
 def training_only(study, monkeypatch):
-    """Skip the analysis, for tests of the earlier steps.
-
-    Return the checkpoints that it received.
+    """Skip the analysis, for tests of the training. The value is a list of the checkpoints that the
+    analysis would have received.
     """
     seen = []
     monkeypatch.setattr(study, "look", lambda setting, checkpoints, *_: seen.append(checkpoints))
@@ -147,7 +149,7 @@ def training_only(study, monkeypatch):
 
 @pytest.fixture
 def call(study, tmp_path, capsys):
-    """Run the example. Return its status, its output and its errors."""
+    """A function that runs the example, and returns its status, its output and its errors."""
 
     def call(*more, out="out", steps=4):
         small = ["--steps", str(steps), "--walks", "12", "--seed", "3"]
@@ -158,7 +160,7 @@ def call(study, tmp_path, capsys):
 
 
 def kept(out):
-    """What is in the files of each checkpoint."""
+    """Return the content of each file of the checkpoints, by its path."""
     return {
         str(path.relative_to(out)): path.read_bytes()
         for path in sorted(out.glob("checkpoints/*/*"))
@@ -184,7 +186,7 @@ def test_the_example_runs_on_a_few_steps(call, study, tmp_path, monkeypatch):
         assert (out / f"{name}.png").stat().st_size > 10_000
     rows = {path.stem: rows_of(path) for path in out.glob("*.csv")}
     assert {row["target"] for row in rows["spectra"]} == {"qkt", "wvwo", "avwo"}
-    # Three checkpoints, two layers; singular values 32, 64 and 32.
+    # There are three checkpoints and two layers. The targets have 32, 64 and 32 singular values.
     assert len(rows["spectra"]) == 3 * 2 * (32 + 64 + 32)
     assert len(rows["drift"]) == 2 * 3 * 2
     assert len(rows["events"]) == 3 * 2 * 2 * 2

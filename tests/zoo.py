@@ -1,4 +1,7 @@
-"""Small random models of the kinds that hooks once got wrong, and their twins under raw hooks."""
+"""Small random models with the structures that hooks once got wrong, for `tests.hooks.test_fuzz`.
+
+Each model has a twin, a copy that runs with PyTorch's own hooks as the reference.
+"""
 
 import contextlib
 import copy
@@ -23,7 +26,7 @@ class Out:
 
 
 def opened(output):
-    """The first tensor of an output, and a function that puts another in its place."""
+    """Return the first tensor of an output, and a function that replaces this tensor."""
     match output:
         case Tensor():
             return output, lambda new: new
@@ -46,9 +49,12 @@ WRAPPED = [
 
 
 class Block(nn.Module):
-    """`x + gain * tied(f(x))`, with f left to the subclass, and the kind of output to chance."""
+    """A block that computes `x + gain * tied(f(first(x)))`.
 
-    writes = False  # whether the forward pass writes into its input or its buffers
+    Subclasses define `f`. The output is a tensor, a list, a dict or an object, chosen at random.
+    """
+
+    writes = False  # True if the forward pass writes into its input or its buffers
 
     def __init__(self, rng, mark):
         super().__init__()
@@ -69,7 +75,7 @@ class InPlace(Block):
 
 
 class Adds(Block):
-    """Write into the input, as models without gradients may do."""
+    """A block that adds its output to the input in place. Models may do this without gradients."""
 
     writes = True
 
@@ -79,7 +85,7 @@ class Adds(Block):
 
 
 class Static(Block):
-    """Count calls, and return a part of a buffer that the next call overwrites."""
+    """A block that counts its calls, and returns a part of a buffer that later calls overwrite."""
 
     writes = True
 
@@ -97,7 +103,7 @@ class Static(Block):
 
 
 class Experts(Block):
-    """A gate with one output, a scale without axes, and experts that no row may reach."""
+    """A block with a gate with one output, a scale without axes, and experts that may not run."""
 
     def __init__(self, rng, mark):
         super().__init__(rng, mark)
@@ -127,7 +133,7 @@ class Checkpointed(Block):
 
 
 class Twice(Block):
-    """Runs one module twice, under two names, and shares a weight."""
+    """A block that runs one module twice, under two names. Two other modules share a weight."""
 
     def __init__(self, rng, mark):
         super().__init__(rng, mark)
@@ -144,7 +150,10 @@ class Bias(nn.Linear):
 
 
 class Memo(Block):
-    """Store a new tensor, call a module that returns its weight, and never call another module."""
+    """A block that stores a new tensor, and calls a module that returns its bias.
+
+    Another of its modules is never called.
+    """
 
     def __init__(self, rng, mark):
         super().__init__(rng, mark)
@@ -183,13 +192,13 @@ class Model(nn.Module):
 
 
 class World:
-    """A model and its twin.
+    """A random model and its twin, a copy for PyTorch's own hooks.
 
     Attributes:
-        points: the names that globs and predicates select from.
-        steady: the names of points that run on every input.
-        edited: the names of points that may be edited.
-        watched: the names of points that run once and that gradients reach.
+        points: the names from which globs and predicates select.
+        steady: the names of the points that run for every input.
+        edited: the names of the points at which edits are allowed.
+        watched: the names of the points that run once, and that have a gradient.
     """
 
     def __init__(self, seed):
@@ -216,7 +225,7 @@ class World:
         points = [n for n, m in self.modules.items() if isinstance(m, HookPoint)]
         self.points = points if self.marked else [*self.modules]
         self.steady = [n for n in self.points if not ("expert" in n or "unused" in n)]
-        # Inside a checkpoint, edits are refused.
+        # Edits inside activation checkpointing raise an error.
         self.edited = [n for n in self.steady if "inner" not in n]
         # PyTorch gives the inside of a re-entrant checkpoint no gradients in the first pass.
         pool = self.edited if reentrant else self.steady
@@ -230,7 +239,7 @@ class World:
         self.state = [value.clone() for value in self.buffers[0]]
 
     def registered(self):
-        """Every hook on the model."""
+        """Return all hooks on the model."""
         return [hook for slot in self.slots for hook in slot.values()]
 
     def reset(self):
@@ -251,7 +260,7 @@ class Stop(Exception):
 
 
 class Tap(torch.autograd.Function):
-    """A copy of its input, and `act` on the gradient."""
+    """A function that copies its input, and applies `act` to the gradient."""
 
     @staticmethod
     def forward(ctx, value, act):
@@ -268,7 +277,7 @@ def tapped(value, act):
 
 
 class Edit:
-    """A factor at some points, as a hook of the runner and by hand."""
+    """An edit that multiplies values by a factor, for the runner and for raw hooks (`by_hand`)."""
 
     def __init__(self, rng, key, names, backward=False):
         self.key, self.names, self.backward = key, names, backward
@@ -286,9 +295,18 @@ class Edit:
 
 @contextlib.contextmanager
 def by_hand(w, x, edits=(), keep=(), grads=False, stops=False):
-    """Run the twin with raw hooks, which stay.
+    """Run the twin with raw hooks, which stay until the end of the `with`.
 
-    Return its output, the values at `keep`, and their gradients.
+    Args:
+        w: the world.
+        x: the input.
+        edits: the edits of the run.
+        keep: the names whose values are stored.
+        grads: also store the gradients of these values.
+        stops: stop the run when all these values are stored.
+
+    Yields:
+        The run, with its `output`, the values in `fired` and the gradients in `grads`.
     """
     run = types.SimpleNamespace(fired={name: [] for name in keep}, grads={}, output=None)
     block, running = None, True
@@ -300,7 +318,8 @@ def by_hand(w, x, edits=(), keep=(), grads=False, stops=False):
     def kept(name, value):
         if grads:
             value = tapped(value, lambda grad: run.grads.update({name: grad.clone()}) or grad)
-        if running:  # not a second time, when a checkpoint recomputes
+        # Activation checkpointing calls the hook again in the backward pass. Skip this call.
+        if running:
             writes = None if value.is_inference() else value._version
             run.fired[name].append((block, value.detach().clone(), value, writes))
             if stops and all(run.fired.values()):
@@ -327,7 +346,7 @@ def by_hand(w, x, edits=(), keep=(), grads=False, stops=False):
 
 
 def overwritten(run):
-    """The points whose value was changed after the point."""
+    """Return the names of the points whose value was overwritten later in the run."""
     return {
         name
         for name, firings in run.fired.items()

@@ -1,5 +1,7 @@
-"""Modules that return several tensors: an edit of the first is refused where the parent reads the
-others.
+"""Modules that return several tensors. An edit changes only the first tensor.
+
+If the parent module reads another tensor too, the edit would have only a part of its effect, so it
+raises an error.
 """
 
 import dataclasses
@@ -15,7 +17,7 @@ X = torch.arange(12.0).view(4, 3) / 7
 
 
 class Router(nn.Module):
-    """Logits, and the largest with its number, as routers of experts return them."""
+    """A module that returns logits, the largest logit and its index, like a router of experts."""
 
     def __init__(self, form=tuple):
         super().__init__()

@@ -112,7 +112,8 @@ def test_indices_of_other_kinds(runner, tokens, cache):
         part = cache.at(pos=index)
         assert torch.equal(part["embed"], cache["embed"][:, index.tolist()])
         assert part.axes("embed") == ("batch", *["pos"] * index.ndim, "d_model")
-    with pytest.raises(ValueError, match="query.*key"):  # which torch would broadcast
+    # PyTorch would broadcast the two lists.
+    with pytest.raises(ValueError, match="query.*key"):
         cache.at(query=(1, 2), key=np.array([2, 3]))
     for index in (True, None, 1.0, "all", torch.tensor(True), [[[1, 2]]]):
         with pytest.raises(TypeError, match="integer"):
@@ -179,7 +180,7 @@ def test_save_and_load_keep_names_order_axes_and_values(cache, model, tmp_path):
 def test_a_lazy_cache_is_saved_with_the_values_of_one_block_in_memory(
     runner, tokens, tmp_path, monkeypatch
 ):
-    """Also a part of it."""
+    """A part of a lazy cache is saved in the same way."""
     _, cache = runner.run_with_cache(tokens, lazy=True)
     part = cache.at(pos=slice(1, None, 2))
     several, computed, sizes = LazyValues.several, [], []
@@ -199,14 +200,16 @@ def test_a_lazy_cache_is_saved_with_the_values_of_one_block_in_memory(
         cache.save(tmp_path / "whole")
         _, eager = runner.run_with_cache(tokens)
         block = sum(eager[name].nbytes for name in eager if name.startswith("blocks.1."))
-        # The first has what the run kept, the last the final norm.
+        # The sizes of the values that were computed for each step of the save: none for the values
+        # that the run kept, then the values of one block each.
         assert sizes[:4] == [0, block, block, block]
         part.save(tmp_path / "part")
     assert all(reference.expired() for reference in computed)
     for lazy, file in ((cache, "whole"), (part, "part")):
         loaded, plain = ActivationCache.load(tmp_path / file), load_file(tmp_path / file)
         assert list(loaded) == list(lazy)
-        # Cache both together: a value alone may come from a fused kernel.
+        # Read all values in one call, because a value that is read alone may come from a fused
+        # kernel.
         for name, value in zip(lazy, lazy.read(*lazy), strict=True):
             assert torch.equal(loaded[name], value)
             assert torch.equal(plain[name], value)
@@ -358,7 +361,9 @@ def test_a_cache_refuses_a_model_of_other_weights(tmp_path):
             one.require_weights_of(nn.Sequential(nn.Linear(7, 5)))
     with pytest.raises(CacheError, match="weights"):
         ActivationCache.load(tmp_path / "a", linear(1.0))
-    model[0].weight.zero_()  # the same object, so its current weights are not checked
+    # The weights of the model of the cache itself may change. Only other models are compared.
+    model[0].weight.zero_()
     cache.require_weights_of(model)
     del model, same
-    cache.require_weights_of(linear(1.0))  # the model is gone: nothing is known
+    # The model of the cache does not exist any more, so its weights cannot be compared.
+    cache.require_weights_of(linear(1.0))

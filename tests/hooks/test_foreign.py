@@ -1,4 +1,6 @@
-"""Any module: names of submodules, outputs of any kind, and layers that skip their parts."""
+"""Models without hook points: names of submodules, outputs of any kind, and submodules that do not
+run.
+"""
 
 import dataclasses
 from collections import OrderedDict
@@ -49,7 +51,7 @@ KINDS = {
 
 
 def returning(make):
-    """A model that gives back whatever its part `0` returned."""
+    """Return a model whose submodule `0` runs the function `make`."""
     part = nn.Identity()
     part.forward = make
     return nn.Sequential(part).eval()
@@ -73,7 +75,10 @@ def test_outputs_of_any_kind(kind):
     ("hold", "wrap"), [(Tensor.to_sparse, lambda x: x), (Tensor.clone, lambda x: TwoTensor(x, x))]
 )
 def test_tensors_that_hold_tensors(hold, wrap):
-    """They have no memory of their own that could be compared, so a cache keeps copies."""
+    """A cache compares the memory of tensors to find values that share it.
+
+    These tensors have no memory of their own, so a cache keeps copies.
+    """
     x = torch.tensor([3.0, 0.0, 5.0])
     held = hold(x)
     runner = HookedRunner(returning(lambda x: wrap(held)))
@@ -107,9 +112,9 @@ def test_a_module_under_two_names_fires_under_both_and_is_edited_once(selector):
 
 
 def test_layers_with_a_fast_path():
-    """PyTorch's encoder calls its modules if they have hooks.
+    """PyTorch's encoder has a fast path that does not call its modules, unless they have hooks.
 
-    A module that it still skips is an error with a hint.
+    If a module does not run in spite of its hooks, the error gives a hint.
     """
     layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
@@ -123,9 +128,9 @@ def test_layers_with_a_fast_path():
 
 
 class Experts(nn.Module):
-    """The modules run different numbers of times:
+    """A layer whose modules do not all run once.
 
-    `spare` never, `shared` twice, `config` without a tensor.
+    `spare` never runs, `shared` runs twice, and `config` returns no tensor.
     """
 
     def __init__(self, lone, pair):
@@ -145,7 +150,9 @@ class Experts(nn.Module):
 
 @pytest.fixture
 def mixture():
-    """Two layers, each with another expert that is not reached. A third layer runs twice."""
+    """A model of three layers. In the first two, a different expert does not run. The third layer
+    runs twice.
+    """
     model = nn.Module()
     model.layers = nn.ModuleList([Experts(0, 3), Experts(1, 3), nn.Sequential(nn.Linear(3, 3))])
 
@@ -215,7 +222,8 @@ def test_what_is_asked_for_by_name_is_never_skipped(mixture):
 
 def test_a_capture_with_skipped_points_and_gradients_of_the_others(mixture):
     runner, x = HookedRunner(mixture), torch.randn(2, 3)
-    stopped = runner.capture(x, names="layers.0.[fel]*")  # `experts.1` never ends it
+    # `experts.1` never runs. A capture must stop without waiting for it.
+    stopped = runner.capture(x, names="layers.0.[fel]*")
     assert list(stopped.skipped) == ["layers.0.experts.1"]
     output, cache = runner.run_with_cache(x, grads=True)
     output.sum().backward()
@@ -235,7 +243,7 @@ def test_a_capture_with_skipped_points_and_gradients_of_the_others(mixture):
     ],
 )
 def test_a_value_that_the_model_overwrites_is_kept_as_it_was(names, options, mode):
-    """As in every ResNet, whose ReLU writes into the output of `bn1`."""
+    """In every ResNet, a ReLU overwrites the output of `bn1`. The cache keeps the value before."""
     parts = OrderedDict(bn1=nn.BatchNorm1d(3), relu=nn.ReLU(inplace=True))
     model = nn.Sequential(nn.ModuleList([nn.Sequential(parts)])).eval()
     model.forward = lambda x: model[0][0](x)

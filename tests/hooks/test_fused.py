@@ -1,4 +1,7 @@
-"""FusedUnlessHooked: which form runs. That the two agree is tested with attention and norms."""
+"""FusedUnlessHooked: tests of which form runs, the fused kernel or the explicit computation.
+
+The tests of attention and norms check that both forms return the same values.
+"""
 
 import threading
 
@@ -9,7 +12,7 @@ from hooks import FusedUnlessHooked, HookedRunner, HookPoint
 
 
 class Square(nn.Module):
-    """x², and which form computed it."""
+    """A module that computes x², and stores which form computed it in `ran`."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +39,7 @@ def test_the_choice_is_made_at_each_call_and_in_each_thread():
         thread.join()
         assert model(x).item() == 0
     model(x)
-    model.root.register_full_backward_hook(lambda *args: None)  # the user's own
+    model.root.register_full_backward_hook(lambda *args: None)  # a hook that the user registered
     model(x.requires_grad_())
     assert model.ran == ["fused", "explicit", "fused", "explicit", "fused", "explicit"]
 

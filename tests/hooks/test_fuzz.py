@@ -1,9 +1,9 @@
-"""Random sessions of the runner on the models of the zoo.
+"""Random sessions of the runner on the models of `tests.zoo`.
 
-A twin of each model uses PyTorch's own hooks.
-
-A seed decides a session. `python -m tests.hooks.test_fuzz 1000000` runs a million; `... 1 SEED`
-repeats one.
+A session is a random sequence of calls on one model, and its seed decides everything. A copy of the
+model, its twin, runs the same calls with PyTorch's own hooks, and the results must agree.
+`python -m tests.hooks.test_fuzz 1000000` runs a million sessions. `python -m tests.hooks.test_fuzz
+1 SEED` repeats one session.
 """
 
 import asyncio
@@ -44,7 +44,9 @@ from tests.zoo import (
 SOURCE = os.path.dirname(hooks.__file__)
 WORLDS: dict[int, World] = {}
 COUNTS: collections.Counter[str] = collections.Counter()
-SPARE = 80  # the number of a world that writes nothing; sessions use the smaller numbers
+# A world is a model with its twin. Sessions use the worlds 0 to 79. World 80 does not write into
+# its buffers, so another thread can run it at any time.
+SPARE = 80
 
 
 def world(number):
@@ -60,12 +62,13 @@ class Session:
         self.w = world(SPARE if spare else self.rng.randrange(SPARE))
         self.w.reset()
         self.x = self.rng.choice(self.w.inputs).clone()
-        self.tidy = True  # False if a hook may be left, which must do nothing
+        # False if the session may leave hooks on the model. These hooks must do nothing.
+        self.tidy = True
         ways = [torch.no_grad, torch.inference_mode, torch.enable_grad]
         self.way = self.rng.choice(ways[: 2 if Adds in self.w.kinds else 3])
 
     def selected(self, pool, globs, most=3):
-        """A selector, and the names that it chooses."""
+        """Return a random selector, and the names that it selects."""
         names = self.rng.sample(pool, self.rng.randint(1, min(most, len(pool))))
         match self.rng.choice(["names", "predicate", "glob"]):
             case "names":
@@ -84,7 +87,7 @@ class Session:
         return [Edit(self.rng, *self.selected(*choice), backward) for _ in range(count)]
 
     def hooks(self, *edits):
-        """The edits in force, until the stack is closed."""
+        """Switch edits on, and return a stack that switches them off when it is closed."""
         stack = contextlib.ExitStack()
         for edit in edits:
             given = {"backward" if edit.backward else "hooks": {edit.key: edit}}
@@ -96,14 +99,15 @@ class Session:
             yield
 
     def check(self, edits, what):
-        """A run of the model, here and now, is one of the twin under `edits`."""
+        """Check that the model, with the hooks that are active now, equals the edited twin."""
         with torch.no_grad(), by_hand(self.w, self.x, edits) as theirs:
             same_output(self.w.model(self.x), theirs.output, what)
 
 
 def kept(s, how):
-    """Every kind of cache contains the values of the twin at the chosen points, also after later
-    writes.
+    """Check that a cache contains the values of the twin, also after later writes by the model.
+
+    `how` is the kind of the cache: eager, lazy or a capture.
     """
     rng, w, edits = s.rng, s.w, s.edits()
     how = "eager" if w.model.training and how == "lazy" else how
@@ -118,20 +122,21 @@ def kept(s, how):
         mask = torch.tensor([True, *rng.choices([True, False], k=s.x.shape[1] - 1)])
         options["pos"] = at = rng.choice([[0, -1], slice(1, None), mask, mask.tolist()])
         reduced = operator.itemgetter((slice(None), at))
-    # Some blocks write their buffers only without gradients. A cached run has no gradients if it
-    # detaches.
+    # Some blocks write into their buffers only if gradients are off. A cached run with `detach`
+    # switches gradients off, so the twin must too.
     graph = torch.no_grad() if options["detach"] else contextlib.nullcontext()
     with s.way(), graph, by_hand(w, s.x, edits, names, stops=captures) as theirs:
         values = {name: [value for _, value, *_ in theirs.fired[name]] for name in names}
-        if lazy:  # a module in two blocks has one value in each block
+        # In a lazy cache, a module that two blocks share has one value for each block.
+        if lazy:
             for name in names:
                 block = int(name.split(".")[1]) if name.startswith("blocks.") else None
                 fired = theirs.fired[name]
                 values[name] = [value for at_, value, *_ in fired if block in (None, at_)]
         wrong = [name for name in names if len(values[name]) != 1]
         strict = bool(wrong) and (w.marked or exact or not any(values.values()))
-        # What may be left out: with a graph overwritten points, and with `lazy` a module that two
-        # blocks share.
+        # The cache may leave out these points: overwritten points if the graph is kept, and modules
+        # that two blocks share if it is lazy.
         spent = set() if options["detach"] else overwritten(theirs)
         loose = {*wrong} | spent | {n for n in names if len(theirs.fired[n]) != 1}
         try:
@@ -161,8 +166,9 @@ def kept(s, how):
                 harmed.zero_()
             for model in (w.model, w.twin)[: 2 * (rng.random() < 0.3)]:
                 model(w.inputs[0] + 1)
-    # Not where a change may leave the output as it is, which a lazy cache does not promise to
-    # notice: an expert is the same for other gates, and normalizing forgets a factor.
+    # Change the model or an edit after the run: a lazy cache must notice it. It need not notice a
+    # change that leaves the output of a block as it was. So leave out blocks with experts, which
+    # may be the same for another gate, and blocks that normalize, where a factor has no effect.
     if lazy and not {Experts, Fused} & w.kinds and rng.random() < 0.2:
         changed, spoilt = rng.choice([w.model.blocks[-1], *edits]), True
         setattr(changed, "factor" if changed in edits else "gain", 0.75)
@@ -189,7 +195,10 @@ def kept(s, how):
 
 
 def gradients(s):
-    """Edits forward and backward, gradients of points and of weights, wherever backward() runs."""
+    """Check gradients of points and of weights, with edits of values and of gradients.
+
+    `backward()` may run inside the `with` of the edits, after it, or in another thread.
+    """
     rng, w = s.rng, s.w
     if Adds in w.kinds:
         return
@@ -227,7 +236,7 @@ def gradients(s):
 
 
 def plan(s):
-    """A plan changes nothing, and is the size of what a run then keeps."""
+    """Check that a plan does not change the model, and gives the size of the cache of a run."""
     w, lazy = s.w, not s.w.model.training and s.rng.random() < 0.5
     selector, _ = s.selected(w.watched, ["*.out"])
     with torch.no_grad(), contextlib.suppress(CacheError):
@@ -235,7 +244,8 @@ def plan(s):
             plan = w.runner.plan(s.x, lazy=lazy, names=selector)
         except HookError as error:
             unreadable = w.writes and isinstance(error, CacheError)
-            if not (unreadable or Experts in w.kinds):  # shapes depend on numbers there
+            # Without numbers, the shapes inside experts are unknown.
+            if not (unreadable or Experts in w.kinds):
                 raise
             return
         s.check([], "after a plan")
@@ -245,11 +255,13 @@ def plan(s):
 
 
 def contexts(s):
-    """An edit acts in the context that opened it and in its copies, until it ends, wherever it
-    does.
+    """Check that an edit acts in the context (of `contextvars`) that opened it, and in its copies.
+
+    The edit acts until its `with` ends, in any context or thread.
     """
     places, ended = [(contextvars.copy_context(), [])], []
-    s.tidy = False  # a context that is dropped without an end may leave hooks that do nothing
+    # If a `with` is dropped before its end, hooks may stay, but they must do nothing.
+    s.tidy = False
     for what in s.rng.choices(
         ["open", "open in thread", "copy", "new", "finish", "drop", "cycle"], k=5
     ):
@@ -269,7 +281,8 @@ def contexts(s):
             loop = holder.copy()
             holder.clear()
             if what == "finish" and loop:
-                with contextlib.suppress(NeverFiredError):  # if the model ran elsewhere alone
+                # The edit never fired if the model ran only in other contexts.
+                with contextlib.suppress(NeverFiredError):
                     next(loop[0], None)
             elif what == "cycle":
                 loop.append(loop)
@@ -283,8 +296,8 @@ def contexts(s):
 
 
 def tasks(s):
-    """A task sees the contexts that were open when it was created, while they are open, and its own
-    edits.
+    """Check that two kinds of edits act in a task of asyncio: its own edits, and the edits that
+    were active when the task was created, until they end.
     """
     (outer,), own = s.edits(1, 1), s.edits(3, 2)
 
@@ -307,7 +320,7 @@ def tasks(s):
 
 
 def raising(s):
-    """The exception of a hook reaches the caller, and no hook stays."""
+    """Check that the exception of a hook reaches the caller, and that no hook stays."""
 
     def fail(value, point):
         raise ZeroDivisionError
@@ -325,7 +338,7 @@ def raising(s):
 
 
 class Beside(threading.Thread):
-    """Work in another thread, which starts at once and has no edits."""
+    """A thread that starts at once. No edits are active in it."""
 
     def __init__(self, work, *args):
         super().__init__(daemon=True)
@@ -350,9 +363,14 @@ class Interrupt(BaseException):
 
 
 def disturbed(s, act, what):
-    """Runs `act`. At a random line of the package comes an interrupt, the collector or a thread."""
+    """Run `act`, with a disturbance at a random line of `hooks`.
+
+    `what` is the disturbance: an interrupt, a run of the garbage collector, or another thread.
+    """
     left, waiting = int(10 ** s.rng.uniform(0.5, 2.9)), []
-    # Lazy sessions change an attribute of their model, and some change its buffers.
+    # The other thread runs the model of this session only if the session does not change it. Lazy
+    # sessions change an attribute of the model, and some models write into their buffers. Then the
+    # thread runs the spare model.
     spare = Session(0, spare=True)
     if what == "thread" and not s.w.writes and act is not ACTIONS["lazy"][0]:
         spare = s
@@ -371,8 +389,9 @@ def disturbed(s, act, what):
         if left == 0 and event == "line":
             handles = frame.f_code.co_code[frame.f_lasti] == dis.opmap["PUSH_EXC_INFO"]
             if what == "interrupt" and (handles or sys.exc_info()[0]):
-                # If a trace function raises an error here, CPython handles the old error forever.
-                # Real interrupts do not come here.
+                # Not while Python handles an error: there, an error of a trace function makes
+                # CPython handle the old error forever. Real interrupts never come at such a place.
+                # Try the next line.
                 left = 1
             elif what == "interrupt":
                 raise Interrupt
@@ -380,7 +399,8 @@ def disturbed(s, act, what):
                 gc.collect()
             else:
                 waiting.append(Beside(run))
-                waiting[0].join(0.01)  # it may have to wait for this thread
+                # Do not wait for its end, because it may have to wait for this thread.
+                waiting[0].join(0.01)
         return line
 
     if what == "collect":
@@ -430,9 +450,8 @@ def session(seed):
     s = Session(seed)
     [name] = s.rng.choices([*ACTIONS], [weight for _, weight in ACTIONS.values()])
     [what] = s.rng.choices([*DISTURBED], [*DISTURBED.values()])
-    if (
-        name == "plan" and what == "interrupt"
-    ):  # an interrupt here may leave PyTorch's fake tensor mode on
+    # An interrupt during a plan may leave PyTorch's fake tensor mode on, which is a known fault.
+    if name == "plan" and what == "interrupt":
         what = "collect"
     COUNTS[f"{name} {what}".strip()] += 1
     try:
@@ -453,9 +472,12 @@ def session(seed):
 
 
 def failures(sessions, first=0):
-    """What failed in these sessions; the first that hangs ends them."""
-    said, sys.unraisablehook = sys.unraisablehook, lambda *_: None  # an interrupted generator
-    gc.freeze()  # otherwise the garbage collector would spend most of the time on PyTorch
+    """Run sessions, and return their failures. A session that hangs is the last one."""
+    # An interrupted generator would print a message.
+    said, sys.unraisablehook = sys.unraisablehook, lambda *_: None
+    # Exclude the objects that exist now from garbage collection. Otherwise the collector would
+    # spend most of the time on objects of PyTorch.
+    gc.freeze()
     try:
         for seed in range(first, first + sessions):
             thread = Beside(session, seed)
@@ -473,9 +495,9 @@ def failures(sessions, first=0):
     ("sessions", "first"), [(200, 0), pytest.param(4800, 200, marks=pytest.mark.full)]
 )
 def test_random_sessions(sessions, first):
-    """Run in a separate process without shape checks, as users do.
+    """The sessions run in a separate process, without the shape checks of the tests.
 
-    The checks would take most of the time.
+    These checks would take most of the time.
     """
     command = [sys.executable, "-m", "tests.hooks.test_fuzz", str(sessions), str(first)]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -58,7 +58,8 @@ def test_forward_derivatives_and_vmap_pass_through_hooked_attention(model, runne
 
 def test_a_gradient_counts_only_what_flows_through_the_point():
     model, x = nn.Sequential(nn.Identity()), torch.ones(2, requires_grad=True)
-    model.forward = lambda x: (3 * model[0](x) + 5 * x).sum()  # one tensor on two paths
+    # The input reaches the output on two paths, and only one of them goes through the point.
+    model.forward = lambda x: (3 * model[0](x) + 5 * x).sum()
     output, cache = HookedRunner(model).run_with_cache(x, names="0", grads=True)
     output.backward()
     assert cache.grads["0"].tolist() == [3.0, 3.0]
@@ -104,7 +105,9 @@ def test_gradients_that_cannot_be(runner, tokens):
 
 
 class WithoutGradient(torch.autograd.Function):
-    """Twice a value, without a gradient to its input, as in quantised layers."""
+    """A function that doubles a value and passes no gradient to its input, like some quantised
+    layers.
+    """
 
     @staticmethod
     def forward(ctx, value):
@@ -165,8 +168,8 @@ def test_gradients_where_the_next_operation_is_in_place(frozen):
     model.requires_grad_(not frozen)
     x, (first, _, last) = torch.randn(7, 3), model
     before = first(x)
-    # The gradient of the sum of the outputs, by hand: each column of the last weight, where ReLU is
-    # open.
+    # The gradient of the sum of the outputs, by hand: the sums of the columns of the last weight, 0
+    # where ReLU is 0.
     expected = (before > 0) * last.weight.sum(0)
     output, cache = HookedRunner(model).run_with_cache(x, names="0", grads=True)
     output.sum().backward()
@@ -182,7 +185,7 @@ def test_gradients_where_the_next_operation_is_in_place(frozen):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_edits_inside_activation_checkpointing_are_refused(reentrant):
-    """It would run the block again in the backward pass, without the edit."""
+    """Checkpointing runs the block again in the backward pass, and there the edit would not act."""
 
     class Checkpointed(nn.Sequential):
         def forward(self, x):
@@ -203,7 +206,8 @@ def test_edits_inside_activation_checkpointing_are_refused(reentrant):
     torch.testing.assert_close(model[0].weight.grad, 2 * expected)
     _, cache = runner.run_with_cache(x, names=["0", "1"])
     assert torch.equal(cache["1"], cache["0"].tanh())
-    # The reentrant kind runs without gradients first.
+    # Reentrant checkpointing runs the block without gradients first, so the value of the point has
+    # no gradient.
     with pytest.raises(HookError, match="at 0") if reentrant else nullcontext():
         output, cache = runner.run_with_cache(x, names="0", grads=True)
         output.sum().backward()

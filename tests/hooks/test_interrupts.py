@@ -1,4 +1,6 @@
-"""Interrupts at every place of a call: everything is switched off afterwards, and the model has not
+"""Interrupt a call at every place where Ctrl-C can act.
+
+After each interrupt, everything that the call switched on must be off, and the model must not have
 changed.
 """
 
@@ -25,10 +27,11 @@ class Interrupt(BaseException):
 
 
 def interrupted(call, stride):
-    """Call `call` repeatedly, each time with an interrupt at its next place.
+    """Run `call` again and again, each time with an interrupt at a later place.
 
-    They are the places where Python itself looks for signals: where a function begins, and where a
-    function in C has returned. Yields the number and the line of each place.
+    Python looks for signals at these places: where a function begins, and where a function written
+    in C has returned. Yield the number and the line of each place. With a `stride` above 1, some
+    places are left out.
     """
     for place in itertools.count(1, stride):
         left, where = place, ""
@@ -97,9 +100,8 @@ CALLS = {
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # an interrupted generator
+# An interrupted generator causes this warning.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("kind", CALLS)
 def test_an_interrupt_leaves_nothing_behind(kind):
@@ -107,7 +109,7 @@ def test_an_interrupt_leaves_nothing_behind(kind):
     made.forward = lambda x: made[1](made[0][0](x))
     plain, hooks = made(X), hooks_of(made)
     runner = HookedRunner(made)
-    CALLS[kind](runner)  # what is done once
+    CALLS[kind](runner)  # a first call, because some work is done only once
     with runner.hooks({"0.0.1": lambda value, point: value + 1}):
         outer = made(X)
         for place in interrupted(lambda: CALLS[kind](runner), 1 + 12 * (kind == "lazy")):

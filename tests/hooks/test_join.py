@@ -25,7 +25,8 @@ def test_positions_follow_each_other(axes, shape, at):
 @pytest.mark.parametrize(
     ("axes", "parts", "joined"),
     [
-        # Two queries, then one, then two with a window that dropped the first three keys.
+        # The runs have two queries, one query, and two queries. In the last run, a window has
+        # dropped the first three keys.
         (
             "query key",
             [[[11, 12], [21, 22]], [[31, 32, 33]], [[44, 45], [54, 55]]],
@@ -37,7 +38,7 @@ def test_positions_follow_each_other(axes, shape, at):
                 [0, 0, 0, 54, 55],
             ],
         ),
-        # The first run read a cache of two positions.
+        # Before the first run, the cache of keys already had two positions.
         ("query key", [[[13, 14, 15]], [[23, 24, 25, 26]]], [[13, 14, 15, 0], [23, 24, 25, 26]]),
         ("key pos", [[[1]], [[2], [3]]], [[1, 2], [0, 3]]),
     ],
@@ -53,11 +54,11 @@ def test_values_without_one_axis_of_positions_are_refused(axes):
         join([torch.ones(2, 3, 5)], "here", tuple(axes.split()))
 
 
-# run_with_cache(run=...)
+# Tests of run_with_cache(run=...), where one call runs the model several times.
 
 
 class Toy(nn.Module):
-    """`tokens` doubled and squared in a buffer that every run writes to."""
+    """A model that doubles and squares its tokens, in a buffer that every run overwrites."""
 
     def __init__(self):
         super().__init__()
@@ -141,7 +142,8 @@ def test_a_joined_run_knows_what_the_model_was_given():
             seen = mask[:, :stop]
             options = {"scale": 0.5, "step": start, "late": start > 5}
             options["places"] = torch.arange(start, stop)
-            # These have a column for each token, but not in all runs, or with other rows.
+            # `rows` has another number of rows in each run, and `kinds` is not given in all runs,
+            # although both have a column for each token. So they are not joined.
             options["rows"] = torch.ones(start + 1, stop - start, dtype=torch.int64)
             if start:
                 options["kinds"] = ids[:, start:stop]
@@ -151,7 +153,7 @@ def test_a_joined_run_knows_what_the_model_was_given():
     assert cache["point"].shape == (2, 8)
     assert torch.equal(cache.inputs["ids"], ids)
     assert torch.equal(cache.inputs["attention_mask"], mask)
-    # Other tensors, and numbers that differ between runs, are not joined.
+    # Only inputs that fit together in all runs are joined, and numbers that are the same in all.
     assert cache.inputs.keys() == {"ids", "attention_mask", "scale"}
     assert cache.inputs["scale"] == 0.5
     ids.zero_()
@@ -168,7 +170,8 @@ def test_runs_that_fail(toy):
         runner.run_with_cache(X, run=lambda x: (toy(part) for part in x.split(4, 1)))
     with pytest.raises(HookError, match="unnamed"):
         runner.run_with_cache(X[:, :4], names="unnamed", run=toy)
-    with pytest.raises(HookError, match="0.twice"):  # a point has one value per call
+    # A point must have one value in each call of the model.
+    with pytest.raises(HookError, match="0.twice"):
         HookedRunner(nn.Sequential(toy, toy).eval()).run_with_cache(X[:, :3], names="0.twice")
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in toy.modules())
 
@@ -192,11 +195,11 @@ def test_graphs_reach_through_the_joined_values():
     assert model[0].weight.grad == X.sum()
 
 
-# What a cache keeps alive.
+# Tests of the memory that a cache keeps alive.
 
 
 class Split(nn.Module):
-    """One map returns two parts of unequal size. Each passes a point, and both are used."""
+    """A linear map whose output is split into two parts of unequal size, each with a point."""
 
     def __init__(self):
         super().__init__()
@@ -213,12 +216,12 @@ class Split(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("names", "width"),  # numbers kept at each of 2 x 4 positions
+    ("names", "width"),  # `width` is how many numbers are kept at each of the 2 x 4 positions
     [
         ("small", 3),
         ("large", 7),
         (["small", "large", "both"], 3 + 7 + 10),
-        (["small", "again"], 3),  # one tensor
+        (["small", "again"], 3),  # both names have the same tensor
         ("spread", 10 / 8),  # an expanded value stays small
         ("part", 2),  # a view of the caller's input
         (["given", "part"], 5 + 2),  # the caller owns them, so each is copied
@@ -236,8 +239,9 @@ def test_a_cache_keeps_no_more_than_its_values_need(names, width):
 
 
 class Sharing(nn.Linear):
-    """A module whose points carry tensors that other code writes into: input, output, weight,
-    buffer, NumPy array.
+    """A module with points at tensors that other code can write into.
+
+    They are inputs, outputs, weights, buffers and NumPy arrays.
     """
 
     def __init__(self):
@@ -257,7 +261,7 @@ class Sharing(nn.Linear):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize(("traced", "detach"), [(True, True), (False, True), (False, False)])
 def test_values_are_the_caches_own(mode, traced, detach):
-    """The values stay, also if the caller writes into all tensors of the run."""
+    """The values of a cache do not change if the caller writes into all tensors of the run."""
     model, x = Sharing().eval().requires_grad_(traced), torch.randn(2, 5, requires_grad=traced)
     more = torch.randn(2, 5, requires_grad=traced)
     inner = x @ model.weight.T * 5 + model.bias
@@ -307,12 +311,12 @@ def test_values_alone_do_not_keep_queries_and_keys_alive(runner, tokens):
     storages = [every[part, 1].untyped_storage() for part in ("q", "k", "v")]
     own = {storage.data_ptr(): storage.nbytes() for storage in storages}
     assert sum(own.values()) == 3 * 4 * 7 * 10 * 4
-    names = ["blocks.0.resid_post", "blocks.1.resid_pre"]  # one tensor
+    names = ["blocks.0.resid_post", "blocks.1.resid_pre"]  # both are the same tensor
     assert runner.run_with_cache(tokens, names=names)[1].nbytes == 4 * 7 * 10 * 4
 
 
 def test_values_are_kept_inside_the_transforms_of_torch():
-    """Tensors of this kind have no readable memory."""
+    """Inside transforms such as `torch.func.vmap`, the memory of tensors cannot be read."""
 
     model, x = nn.Sequential(HookPoint("d")).eval(), torch.arange(1.0, 6.0)
     model.forward = lambda x: model[0]((x * 3)[:2])

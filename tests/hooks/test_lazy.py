@@ -1,4 +1,8 @@
-"""Lazy caches: values recomputed a block at a time, equal to an eager cache's, or an error."""
+"""Lazy caches: a value is computed again when it is read, one block at a time.
+
+It equals the value of an eager cache. If it would not, because something has changed, reading it is
+an error.
+"""
 
 import copy
 import dataclasses
@@ -25,15 +29,16 @@ from hooks import (
 )
 from models import attach
 
-# The shape checks read a value of every mapping, so they compute a value of a lazy cache. Switch
-# them off in tests that count runs or bytes, or in which a block cannot run again.
+# The shape checks read a value of each mapping that a function gets. In a lazy cache, this computes
+# the value. Tests that count runs or bytes, or in which a block cannot run again, use this mark to
+# switch the checks off.
 uncomputed = pytest.mark.usefixtures("unchecked")
 
 X = torch.tensor([[2.0, 3.0, 5.0], [7.0, 11.0, 13.0]])
 
 
 def runner_of(block):
-    """A runner over a model of one block, which also has another name."""
+    """Return a runner over a model of one block. The block has two names."""
     model = nn.Module()
     model.first = block
     model.blocks = nn.ModuleList([block])
@@ -52,7 +57,7 @@ def runner_of(block):
     ],
 )
 def test_equals_an_eager_cache(model, runner, tokens, dtype, mode, tolerance):
-    """The run used fused kernels, the recomputation the explicit ones."""
+    """The run used fused kernels, and a lazy cache uses the explicit computation."""
     model.to(dtype)
     with mode:
         plain, eager = runner.run_with_cache(tokens)
@@ -60,7 +65,8 @@ def test_equals_an_eager_cache(model, runner, tokens, dtype, mode, tolerance):
         _, part = runner.run_with_cache(tokens, pos=[1, 4], dtype=torch.float64, lazy=True)
     assert list(lazy) == list(eager)
     assert torch.equal(part["pattern", 2], lazy["pattern", 2][:, :, [1, 4]].double())
-    with torch.autocast("cpu", torch.float16):  # what acts where the cache is read does not matter
+    # Autocast where the cache is read must not matter. Only the mode of the run counts.
+    with torch.autocast("cpu", torch.float16):
         for name, value in eager.items():
             assert lazy[name].dtype == value.dtype
             assert lazy.axes(name) == eager.axes(name)
@@ -72,9 +78,8 @@ def test_equals_an_eager_cache(model, runner, tokens, dtype, mode, tolerance):
 def test_values_are_bitwise_what_the_block_gives_on_the_stored_input(model, runner, tokens):
     _, lazy = runner.run_with_cache(tokens, lazy=True)
     stream = runner.capture(tokens, names="blocks.0.resid_post")["resid_post", 0]
-    with (
-        torch.no_grad()
-    ):  # lazy values are computed without gradients, and explicit norms then use other kernels
+    # A lazy cache computes its values without gradients. With gradients, norms use other kernels.
+    with torch.no_grad():
         block, context = HookedRunner(model.blocks[1]), model.context(tokens)
         for name in block.points:
             alone = block.capture(stream, context, names=name)[name]
@@ -88,7 +93,7 @@ def test_values_are_bitwise_what_the_block_gives_on_the_stored_input(model, runn
 def test_the_run_keeps_block_inputs_and_a_sample_of_outputs(runner, tokens):
     _, lazy = runner.run_with_cache(tokens, lazy=True)
     stream = 4 * 7 * 10 * 4
-    kept = 4 * stream + stream + 7 * 10 * 4  # what blocks and ln_final read, embed, pos_embed
+    kept = 4 * stream + stream + 7 * 10 * 4  # inputs of blocks and ln_final; embed; pos_embed
     kept += 7 * 8  # the positions, which are an argument of every block
     kept += 4 * 32 * 4  # every ninth of the 280 numbers of each output
     assert lazy.axes(("pattern", 1)) == ("batch", "head", "query", "key")
@@ -153,14 +158,14 @@ def test_edits_of_the_run_act_in_the_recomputation_and_later_ones_do_not(model, 
 
 
 def fused_step(block):
-    """Which moves no version."""
+    """Change weights by a fused optimizer step, which does not change the versions of tensors."""
     for parameter in block.parameters():
         parameter.grad = torch.ones_like(parameter)
     torch.optim.SGD(block.parameters(), lr=0.1, fused=True).step()
 
 
 def adapt(block):
-    """As libraries of adapters do: another forward in front of the old one."""
+    """Put another forward in front of the old one, like libraries of adapters."""
     forward, extra = block.attn.forward, torch.randn(10, 10)
     block.attn.forward = lambda x, context: forward(x, context) + x @ extra
 
@@ -208,9 +213,10 @@ def test_hooks_that_are_gone_and_edits_that_are_not_the_same_twice(model, runner
 
 
 def test_weights_that_a_module_has_only_since_an_earlier_run():
-    """The change is of a unit that the output does not show.
+    """The change affects a hidden unit that ReLU sets to 0, so the output does not show it.
 
-    Writes into one buffer are not counted.
+    The block also has a buffer whose changes PyTorch does not count, as it was made in inference
+    mode.
     """
     block = nn.Sequential(nn.Linear(3, 5), nn.Identity(), nn.ReLU(), nn.Linear(5, 3))
     with torch.inference_mode():
@@ -270,7 +276,9 @@ def test_a_model_on_the_meta_device(model, runner, tokens):
 
 
 def test_a_model_of_transformers():
-    """Gates of one number, attention that leaves out a mask, and outputs of all layers."""
+    """This model has a gate with one output, attention that is called without a mask, and an option
+    that returns the outputs of all layers.
+    """
     transformers = pytest.importorskip("transformers")
     sizes = dict(hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
     sizes |= dict(moe_intermediate_size=16, shared_expert_intermediate_size=20, num_experts=5)
@@ -333,7 +341,7 @@ def test_weights_offloaded_by_accelerate(kind, attached, tmp_path):
 
 
 def test_left_padding_in_a_model_of_transformers():
-    """At real positions: kernels differ at those that see no key."""
+    """Compare only real tokens. Queries that see no key have other values in other kernels."""
     transformers = pytest.importorskip("transformers")
     sizes = dict(hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
     config = transformers.LlamaConfig(**sizes, vocab_size=23, num_key_value_heads=1)
@@ -362,7 +370,7 @@ def test_an_edit_that_acts_every_second_time(runner, tokens):
 def test_changes_that_leave_the_block_what_it_was_are_none(model, runner, tokens):
     _, eager = runner.run_with_cache(tokens)
     _, lazy = runner.run_with_cache(tokens, lazy=True)
-    model.train()  # there is no dropout
+    model.train()  # changes nothing, because the model has no dropout
     model.requires_grad_(False)
     model.blocks[1].attn.register_forward_pre_hook(lambda module, args: None)
     with runner.hooks({"*": lambda value, point: None}):
@@ -371,7 +379,10 @@ def test_changes_that_leave_the_block_what_it_was_are_none(model, runner, tokens
 
 
 def test_coarse_rounding_is_no_change_and_huge_values_hide_none(model, runner, tokens):
-    """Explicit kernels round large scores to bfloat16, fused ones do not."""
+    """The explicit computation rounds large scores to bfloat16, and fused kernels do not.
+
+    A lazy cache must not treat this rounding as a change of the model.
+    """
     model.bfloat16()
     with torch.no_grad():
         for _ in range(10):
@@ -407,7 +418,10 @@ def test_whoever_writes_into_an_argument_leaves_the_cache_as_it_was(mode):
 
 @uncomputed
 def test_blocks_share_one_copy_of_what_they_share():
-    """A tensor is stored once, unless it is written in between. An expanded tensor stays small."""
+    """An argument that several blocks share is stored once, unless the model writes into it.
+
+    An expanded tensor is stored without its repetitions.
+    """
     model, mask = nn.Module(), torch.ones(1, 5).expand(7, 5)
     model.blocks = nn.ModuleList(nn.Identity() for _ in range(3))
     for block in model.blocks:
@@ -441,7 +455,7 @@ OUTPUTS = {
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_whatever_a_block_gives_only_a_change_is_an_error(kind):
     block = nn.Sequential(nn.Identity())
-    block.again = block[0]  # either name will do
+    block.again = block[0]  # the module has two names, and both must work
     block.forward = lambda x: OUTPUTS[kind](block[0](x))
     _, lazy = runner_of(block).run_with_cache(X, names="blocks.0.again", lazy=True)
     assert torch.equal(lazy["blocks.0.again"], X)
@@ -471,7 +485,10 @@ def test_what_lazy_cannot_do(model, runner, tokens):
 
 
 class Rounded(nn.Module):
-    """Its explicit form is off by more than rounding, as a kernel of another precision is."""
+    """A block whose explicit form differs from the fused form by more than rounding.
+
+    This happens if a kernel computes in another precision.
+    """
 
     def __init__(self, is_random):
         super().__init__()

@@ -31,7 +31,8 @@ EDITS = {
 }
 
 
-# Contexts to nest: (selector, edit, the call at which it raises).
+# A context to nest: a selector, an edit, and the number of the call at which the edit raises an
+# error.
 CONTEXT = st.tuples(st.sampled_from(POINTS), st.sampled_from(list(EDITS)), st.integers(0, 12))
 RUNS = {
     "eager": {},
@@ -69,7 +70,7 @@ def test_fuzz(model, tokens):
 
 
 def raising(edit, at):
-    """The edit, which raises at one of its calls."""
+    """Return a hook that applies an edit, and raises an error at its call number `at`."""
     countdown = iter(range(at, -100, -1))
 
     def hook(value, point):
@@ -81,7 +82,7 @@ def raising(edit, at):
 
 
 def cached(runner, tokens, nested, selector, kind):
-    """Weak references to all that a run under the nested contexts has cached."""
+    """Run the model under nested contexts, and return weak references to everything it cached."""
     kept = []
     try:
         with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Plans: exact to the byte, and nothing is computed."""
+"""Plans: they give the exact number of bytes of a cache, and compute nothing."""
 
 import threading
 
@@ -45,7 +45,7 @@ class Memo(nn.Module):
         super().__init__()
         self.inner, self.mask, self.memo, self.calls = nn.Linear(2, 2), None, {}, [0]
         self.norm = nn.BatchNorm1d(2)
-        self.product = self.inner.weight * 2  # which is not a leaf
+        self.product = self.inner.weight * 2  # not a leaf of the autograd graph
         self.register_buffer("table", torch.zeros(2))
 
     def forward(self, x):
@@ -55,7 +55,7 @@ class Memo(nn.Module):
         return self.inner(x) @ self.product * self.mask
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which PyTorch looks at
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of a tensor that is not a leaf
 def test_a_plan_leaves_the_model_as_it_was():
     model, x, hooked = Memo(), torch.ones(3, 2), []
     model.register_forward_hook(lambda module, args, output: torch.cat([output, output]))
@@ -77,7 +77,7 @@ def test_a_plan_leaves_the_model_as_it_was():
 
 
 def test_a_forward_that_was_replaced(model, runner, tokens):
-    """A copy of it must run the copies of the modules that it holds."""
+    """A plan runs a copy of the model. A replaced forward must run the copied modules there."""
     attn = model.blocks[1].attn
     forward, strength = attn.forward, [0]
 

@@ -15,7 +15,7 @@ X = torch.tensor([[2.0, 3.0]])
 
 
 class Scaled(nn.Module):
-    """`(inner(x) * by) + 1`."""
+    """A block that computes `inner(x) * by + 1`, with a point before the 1 is added."""
 
     def __init__(self, by, inner):
         super().__init__()
@@ -68,6 +68,7 @@ def test_a_shared_module_is_found_by_the_block_that_runs(blocks):
     names = ["blocks.0.inner", "blocks.1.inner"]
     _, lazy = runner.run_with_cache(X, names=names, lazy=True)
     assert [lazy[name].tolist() for name in names] == [[[2, 3]], [[11, 16]]]
-    with runner.hooks({"blocks.1.inner": lambda value, point: value + 1}):  # acts in both
+    # The two blocks share `inner`, so the edit acts in both.
+    with runner.hooks({"blocks.1.inner": lambda value, point: value + 1}):
         _, lazy = runner.run_with_cache(X, names=names, lazy=True)
     assert [lazy[name].tolist() for name in reversed(names)] == [[[17, 22]], [[3, 4]]]

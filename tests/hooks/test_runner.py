@@ -289,7 +289,8 @@ def test_capture_equals_a_full_run_and_goes_no_further(model, runner, tokens):
     assert reached == []
     assert list(cache) == names
     assert all(torch.equal(cache[name], full[name]) for name in cache)
-    with runner.hooks({"blocks.*.resid_pre": lambda value, point: value + 1}):  # most not reached
+    # The capture stops before most of the edited points. This is no error.
+    with runner.hooks({"blocks.*.resid_pre": lambda value, point: value + 1}):
         edited = runner.capture(tokens, names="blocks.0.resid_pre")
     plain = runner.capture(tokens, names="blocks.0.resid_pre")
     assert torch.equal(edited["resid_pre", 0], plain["resid_pre", 0] + 1)
@@ -338,7 +339,8 @@ def test_a_point_that_fires_never_or_twice_is_an_error():
         with pytest.raises(errors.NeverFiredError, match="right"):
             runner.run_with_hooks(x, **edited)
     with pytest.raises(ZeroDivisionError), runner.hooks({"*": leave}):
-        raise ZeroDivisionError(model(x))  # the caller's own error is the one that leaves
+        # The caller gets this error, and not the error of the hooks.
+        raise ZeroDivisionError(model(x))
     with pytest.raises(errors.HookError, match="left"):
         runner.run_with_cache(x, twice=True, names="left")
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -384,7 +386,9 @@ def test_a_copy_of_a_model_made_under_hooks_is_not_edited(model, runner, tokens)
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_capture_lets_a_fully_sharded_model_finish():
-    """Cut short, its bookkeeping would break later forward passes in some versions."""
+    """FSDP keeps a record of its forward passes. In some versions, later passes fail if a pass was
+    stopped early.
+    """
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         inner, x, reached = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), torch.randn(2, 3), []
@@ -399,7 +403,7 @@ def test_capture_lets_a_fully_sharded_model_finish():
 
 
 class Dropping(nn.Module):
-    """A model that draws by a module or a function."""
+    """A model with dropout, either by a module or by a function."""
 
     def __init__(self, by):
         super().__init__()
@@ -431,7 +435,8 @@ def test_a_run_that_draws_in_training_mode_warns_once(call, by, part):
     CALLS[call](runner, x)
     model.get_submodule(part).train()
     if part and by == "function":
-        CALLS[call](runner, x)  # the module in training mode draws no random numbers
+        # No error, because the submodule in training mode draws no random numbers.
+        CALLS[call](runner, x)
         return
     with warnings.catch_warnings(record=True) as all_:
         warnings.simplefilter("always")

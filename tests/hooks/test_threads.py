@@ -19,7 +19,7 @@ from hooks.session import is_listened_to
 
 
 def intervene(model, index, rounds=1, barrier=None):
-    """Logits and cached values under an intervention that only `index` decides."""
+    """Return logits and cached values of a run whose texts and edits depend only on `index`."""
     generator = torch.Generator().manual_seed(index)
     tokens = torch.randint(23, (1 + index % 3, 7), generator=generator)
     edits = {
@@ -58,7 +58,7 @@ def times(factor):
 
 @pytest.fixture
 def small():
-    """A runner of a model that returns its input, and a list of the model's modules' hooks."""
+    """A runner over a model that returns its input."""
     return HookedRunner(nn.Sequential(nn.Identity()))
 
 
@@ -107,7 +107,8 @@ def test_a_context_that_a_dead_thread_left_open_edits_nothing(small):
         contexts[0].__enter__()
 
     for target in (leave_open, lambda: contexts.append(small.model(ONE))):
-        thread = threading.Thread(target=target)  # the second gets the first one's identifier
+        # The second thread gets the identifier of the first thread, which has ended.
+        thread = threading.Thread(target=target)
         thread.start()
         thread.join()
     assert contexts.pop() == 1
@@ -127,12 +128,14 @@ def test_running_only_in_another_thread_is_an_error(small):
         run_elsewhere()
         assert small.model(ONE) == 3
     with small.hooks(times(3)), ThreadPoolExecutor(1) as pool:
-        edited = pool.submit(small.run_with_hooks, ONE, hooks=times(5))  # meant so
+        # The edit that is given in the other thread acts there, and the outer edit does not.
+        edited = pool.submit(small.run_with_hooks, ONE, hooks=times(5))
         assert edited.result() == 5
     pair = HookedRunner(nn.Sequential(nn.Identity(), nn.Identity()).eval())
     with pair.hooks({"*": lambda value, point: value * 3}), ThreadPoolExecutor(1) as pool:
         assert pool.submit(pair.model, ONE).result() == 1
-        assert pair.capture(ONE, names="0")["0"] == 3  # it stops before the second point
+        # The capture stops before the second edited point, which is no error.
+        assert pair.capture(ONE, names="0")["0"] == 3
 
 
 @contextmanager
@@ -142,7 +145,7 @@ def suspended(small):
 
 
 def test_a_generator_closed_while_a_hook_is_registered_does_not_block(small):
-    """Close the session, as the garbage collector can do at any time."""
+    """The garbage collector can close a generator at any time, also while a hook is registered."""
     generator = suspended(small)
     generator.__enter__()
 
@@ -193,11 +196,12 @@ def test_a_lazy_run_in_a_copied_context_is_not_edited_later(runner, tokens):
 
 
 def test_an_error_is_the_same_while_another_thread_registers_hooks(small):
-    """PyTorch iterates over a module's hooks while an error leaves it."""
+    """After an error in a module, PyTorch iterates over its hooks, which another thread changes."""
 
     point = small.model[0]
 
-    def register(*args):  # as another thread could, in the middle of the call
+    def register(*args):
+        # Another thread could do this in the middle of the call.
         point.register_forward_hook(lambda *args: None)
 
     def run():

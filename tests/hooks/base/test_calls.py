@@ -1,4 +1,4 @@
-"""Modules that run many times in one run: each call is kept, and edited by its number."""
+"""Modules that run several times in one run: all calls are cached, and one call can be edited."""
 
 import copy
 
@@ -12,7 +12,7 @@ from models import Transformer, TransformerConfig
 
 
 class Recurrent(nn.Module):
-    """A cell that runs once a step, with a point at its state, and a map at the end."""
+    """A recurrent network: a cell that runs once per token, a point at its state, a linear map."""
 
     def __init__(self):
         super().__init__()
@@ -56,14 +56,14 @@ def test_each_call_is_kept(model):
     assert torch.equal(output, logits)
     assert torch.equal(cache["state"], states)
     assert cache.axes("state") == ("call", "batch", "d_model")
-    assert cache["last"].shape == (1, 2, 1, 11)  # one call, with the axis of calls
+    assert cache["last"].shape == (1, 2, 1, 11)  # a module with one call has the axis too
     captured = runner.capture(TOKENS, names="state", calls="all")
     assert torch.equal(captured["state"], states)
     assert torch.equal(captured.at(call=2, batch=1)["state"], states[2, 1])
     assert runner.plan(TOKENS, calls="all").values["state"].shape == (4, 2, 5)
     halved = runner.run_with_cache(TOKENS, calls="all", dtype=torch.float16)[1]
     assert torch.equal(halved["state"], states.half())
-    # This also holds for modules without points, because their values are outputs.
+    # A module without points can be cached in the same way: its value is its output.
     cells = runner.run_with_cache(TOKENS, names="cell", calls="all")[1]
     assert torch.equal(cells["cell"], states)
 
@@ -91,7 +91,7 @@ def test_edits_act_at_calls(model, calls, chosen):
         return state
 
     runner, (states, logits) = HookedRunner(model), by_hand(model, change)
-    for _ in range(2):  # counted anew in each run
+    for _ in range(2):  # the second run counts its calls from 0 again
         with runner.hooks({"state": edit}):
             output, cache = runner.run_with_cache(TOKENS, calls="all")
         assert torch.equal(output, logits)
@@ -110,7 +110,9 @@ def test_sweeps_count_calls(model):
 
 @torch.no_grad()
 def test_sweeps_of_blocks_count_calls():
-    """Two blocks with one point: runs that begin in the middle would count anew."""
+    """Two blocks share one point. A sweep must not begin in the middle of the model here, because
+    the calls of the point would then be counted from the wrong number.
+    """
     sizes = dict(vocab_size=11, n_ctx=5, n_layers=3, n_heads=2, d_model=8)
     torch.manual_seed(0)
     apart = Transformer(TransformerConfig(**sizes)).eval()
@@ -124,7 +126,8 @@ def test_sweeps_of_blocks_count_calls():
 @torch.no_grad()
 def test_what_is_refused(model):
     runner = HookedRunner(model)
-    with pytest.raises((ValueError, TypeError), match="both"):  # the second by a type checker
+    # With shape checks, the checker of annotations raises a TypeError first.
+    with pytest.raises((ValueError, TypeError), match="both"):
         runner.run_with_cache(TOKENS, calls="both")
     with pytest.raises(ValueError, match="calls='all' cannot be combined"):
         runner.run_with_cache(TOKENS, calls="all", run=model)
@@ -138,7 +141,7 @@ def test_what_is_refused(model):
 
 @torch.no_grad()
 def test_a_shared_block():
-    """ALBERT runs one block in place of all."""
+    """ALBERT runs one block again and again, instead of several blocks."""
     transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     sizes = dict(vocab_size=11, embedding_size=6, hidden_size=8, intermediate_size=10)
     config = transformers.AlbertConfig(**sizes, num_hidden_layers=3, num_attention_heads=2)
@@ -158,7 +161,7 @@ def test_a_shared_block():
 
 
 class Shrinking(nn.Module):
-    """A module that gives another shape in each call."""
+    """A module whose output has another shape in each call."""
 
     def __init__(self):
         super().__init__()

@@ -21,7 +21,7 @@ def test_each_place_is_compared_with_its_own_terms():
     just = torch.tensor([1 + 7 * 2**-23, 1024.0])
     assert closeness.is_close(just, expected)
     assert not closeness.is_close(torch.tensor([1 + 9 * 2**-23, 1024.0]), expected)
-    # Rounding of a term that a sum has lost: 8 eps of 1 + 1000.
+    # A sum may contain a large term that cancels. Its rounding is then allowed: 8 eps of 1 + 1000.
     lost = torch.tensor([1 + 1000 * 7 * 2**-23, 1024.0])
     assert not closeness.is_close(lost, expected)
     assert closeness.is_close(lost, expected, torch.tensor([1000.0, 0.0]))
@@ -34,9 +34,8 @@ def test_all_places_are_compared_with_the_largest_number():
     assert not closeness.agree(torch.tensor([0.011, -1000.0]), other)
     assert closeness.agree(torch.tensor([90.0, -1000.0]), other, 0.1)
     half = other.bfloat16()
-    assert closeness.agree(
-        half + torch.tensor([120.0, 0.0]).bfloat16(), half
-    )  # 16 * 2**-7 of 1000 is 125
+    # The limit in bfloat16 is 16 * 2**-7 of the largest number, 1000: 125.
+    assert closeness.agree(half + torch.tensor([120.0, 0.0]).bfloat16(), half)
     assert not closeness.agree(half + torch.tensor([130.0, 0.0]).bfloat16(), half)
     assert not closeness.agree(other, None)
     assert not closeness.agree(torch.tensor([torch.nan, -1000.0]), other)
@@ -48,7 +47,8 @@ def test_samples_are_compared_with_each_number_and_the_median():
         (0, 0.02),
         (3, 0.05),
         (4, 40.02),
-    ):  # 0.01 of the number and of the median, 2
+    ):
+        # The allowed difference is 0.01 of the number, plus 0.01 of the median, which is 2.
         for share, agrees in ((0.99, True), (1.01, False)):
             ours = theirs.clone()
             ours[place] += share * allowed
@@ -63,7 +63,8 @@ def test_samples_are_compared_with_each_number_and_the_median():
 
 def test_sums_in_another_order_differ_by_a_share_of_the_largest_number():
     other = torch.tensor([1.0, -8192.0, torch.inf, torch.nan, torch.nan])
-    shift = torch.tensor([999 * 2.0**-10, 0.0, 0.0, 0.0, 1.0])  # 1000 * 2**-23 of 8192
+    # The limit is 1000 * 2**-23 of the largest number, 8192. The shift is a little smaller.
+    shift = torch.tensor([999 * 2.0**-10, 0.0, 0.0, 0.0, 1.0])
     one = (other.double() + shift.double()).where(other.isfinite(), other.double())
     one[3] = 0
     assert closeness.is_rounding(one, other).tolist() == [True, True, True, False, True]

@@ -29,7 +29,7 @@ def test_children_are_what_nn_module_keeps():
     pair.first = other
     assert pair.first is pair.get_submodule("first") is other
     assert Pair().first is not other
-    pair._modules["first"] = pair.second  # as quantisation and the like replace modules
+    pair._modules["first"] = pair.second  # libraries for quantisation replace modules like this
     assert pair.first is pair.second
     pair.first = None
     assert pair.first is None
@@ -48,7 +48,8 @@ def test_what_another_instance_has_is_not_ours():
     lone.second = abs
     assert lone.second(-3) == 3
     lone.chosen = nn.Linear(2, 3)
-    assert lone.chosen.size == 3  # the attribute of the class, as with `nn.Module`
+    # As with `nn.Module`, an attribute of the class comes before a child of the same name.
+    assert lone.chosen.size == 3
 
 
 def test_weights_are_what_nn_module_keeps():

@@ -15,7 +15,7 @@ JUNK = b"junk" * 9
 
 @pytest.fixture
 def whole(tmp_path):
-    """Write one file of each kind with its own library."""
+    """Write an undamaged file of each kind, each with the library that defines the format."""
     save_file({"a": torch.ones(3), "b": torch.ones(2, 5)}, tmp_path / "a.safetensors")
     np.savez(tmp_path / "a.npz", a=np.ones(7))
     torch.save({"a": torch.ones(4)}, tmp_path / "a.pt")

@@ -24,7 +24,10 @@ def test_a_part_of_a_choice_is_none(model):
 
 
 def test_a_warning_names_the_line_that_called_these_packages():
-    """A function of the caller, such as a metric, may be between the call and the warning."""
+    """Between the call and the warning, a function of the caller may run, such as a metric.
+
+    The warning must still name the line of the first call.
+    """
     deep, top = {"__name__": "interp.deep", "warn": warn}, {"__name__": "models.top"}
     exec("def warned(): warn('seen')", deep)
     exec("def run(function): return function()", top)

@@ -9,7 +9,7 @@ from hooks.base import config_hash, weights_hash
 
 
 class Described(nn.Linear):
-    """A model with a config as those of transformers have."""
+    """A model with a config like a model of transformers."""
 
     def __init__(self, size, **described):
         super().__init__(size, 2)
@@ -49,4 +49,5 @@ def test_the_hash_of_weights_follows_names_shapes_and_numbers():
         ("d", made["a"] + 0),
     ):
         hashes.add(weights_hash(nn.ParameterDict({**made, name: value})))
-    assert len(hashes) == 5  # half precision holds the same numbers
+    # Weights in half precision with the same numbers have the same hash.
+    assert len(hashes) == 5

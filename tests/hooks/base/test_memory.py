@@ -1,5 +1,5 @@
-"""The bound of memory: what is free, by files written here, and runs that would keep
-more than it.
+"""The memory limit: how much memory is free, read from files of Linux that the tests write, and
+runs that would need more.
 """
 
 import gc
@@ -30,7 +30,7 @@ def deep():
 
 @pytest.fixture
 def room(monkeypatch):
-    """Set the number of free bytes, and check runs of any size."""
+    """A function that sets the number of free bytes. The limit then also holds for small runs."""
 
     def free(n_bytes):
         monkeypatch.setattr(memory, "free_memory", lambda device: n_bytes)
@@ -60,7 +60,7 @@ def test_the_least_of_what_the_system_and_its_groups_leave(tmp_path):
         "sys/fs/cgroup/jobs/memory.stat": "anon 9\ninactive_file 20000\nactive_file 7\n",
     }
     assert _system(tmp_path / "second", second) == 500_000 - 300_000 + 20_000
-    # The path belongs to another namespace, so only the outermost group exists
+    # Inside a container, the path of the group may not exist. Only the outermost group exists.
     group = "sys/fs/cgroup/memory"
     first = system | {
         "proc/self/cgroup": "9:cpu:/a\n4:memory:/a/b\n0::/\n",
@@ -97,14 +97,14 @@ def test_the_selection_that_is_named_fits(deep, share):
     bound = int(share * whole.nbytes)
     with pytest.raises(MemoryLimitError) as told:
         run_with_cache(deep, TOKENS, mode="full", max_bytes=bound)
-    selector = eval(
-        str(told.value).partition("names=")[2]
-    )  # as a user would copy it from the error
+    # A user would copy the selector from the message.
+    selector = eval(str(told.value).partition("names=")[2])
     _, cache = run_with_cache(deep, TOKENS, names=selector, max_bytes=bound)
     assert bound / 3 < cache.nbytes <= bound
     assert not {"blocks.0.attn.scores", "blocks.4.attn.scores"} & {*cache}
     with pytest.raises(MemoryLimitError, match="use lazy=True or pos=$"):
-        run_with_cache(deep, TOKENS, mode="full", max_bytes=whole.nbytes // 9)  # not one layer fits
+        # Not even one layer fits, so the message suggests no selector.
+        run_with_cache(deep, TOKENS, mode="full", max_bytes=whole.nbytes // 9)
 
 
 def test_what_is_free_bounds_a_run(deep, room):
@@ -187,7 +187,8 @@ def test_scores_of_one_layer_that_do_not_fit_are_refused_before_they_are_made(de
     room(3 * scores)
     with pytest.raises(MemoryLimitError, match="scores and pattern of a layer"):
         runner.run_with_cache(TOKENS, names="blocks.1.attn.pattern")
-    runner.run_with_cache(TOKENS, names="blocks.1.mlp.post")  # fused attention asks for nothing
+    # Fused attention forms no scores, so it needs no memory for them.
+    runner.run_with_cache(TOKENS, names="blocks.1.mlp.post")
     room(4 * scores)
     runner.run_with_cache(TOKENS, names="blocks.1.attn.pattern")
 
@@ -243,6 +244,6 @@ def test_memory_that_values_share_is_counted_once():
     values, bound = torch.zeros(200), Bound(["w", "x", "y", "z"], max_bytes=1650)
     bound.add("w", values[:50])
     bound.add("x", values[20:])
-    bound.add("y", values)  # 800 bytes in all
+    bound.add("y", values)  # the three values share 800 bytes
     with pytest.raises(MemoryLimitError):
         bound.add("z", torch.zeros(300))

@@ -12,7 +12,7 @@ from tests.terminal import Terminal, appear_soon, write_to
 
 @pytest.fixture
 def progress(monkeypatch):
-    """The module, whose bars appear at once."""
+    """The module `progress`, with bars that appear almost at once."""
     from hooks.base import progress
 
     appear_soon(monkeypatch, delay=0.01, every=0.005)
@@ -166,7 +166,7 @@ def test_an_error_takes_the_bar_away(progress, terminal, kind):
             assert terminal.wait_for("0/3")
             raise kind("here")
 
-    # The traceback holds the half read iterator while the error is printed.
+    # The traceback keeps the iterator alive, and with it the bar, while the error is printed.
     with pytest.raises(kind) as caught:
         analysis()
     terminal.write("error: here")
@@ -225,5 +225,6 @@ def test_a_notebook_is_watched(progress, monkeypatch):
     ipython = types.SimpleNamespace(get_ipython=lambda: shell)
     write_to(io.StringIO(), monkeypatch, IPython=ipython)
     assert progress._is_watched()
-    del shell.kernel  # IPython on a terminal, whose errors go to a file
+    # Without a kernel, it is IPython on a terminal. Its standard error is a file here.
+    del shell.kernel
     assert not progress._is_watched()

@@ -1,4 +1,7 @@
-"""Positions in padded batches: in every form, each row gets the positions that it gets alone."""
+"""Positions in padded batches: each text gets the positions that it gets when it is alone.
+
+Positions have several forms: integers, slices, lists, masks and one list per text.
+"""
 
 import numpy as np
 import pytest
@@ -23,8 +26,12 @@ FORMS.append(edits.all_but(2, -1))
 
 
 def listed(form, row, columns):
-    """The columns that a form means in a row whose real ones are given, by Python's own
-    indexing.
+    """Return the columns that a position selects in a row, computed with Python's own indexing.
+
+    Args:
+        form: the position, in one of the forms of `FORMS`.
+        row: the number of the text.
+        columns: the columns of the real tokens of this text.
     """
     form = form[row] if isinstance(form, list) and isinstance(form[0], list) else form
     if form is FORMS[-1]:
@@ -32,7 +39,8 @@ def listed(form, row, columns):
     if not isinstance(form, slice):
         asked = [form] if isinstance(form, int) else form
         return [columns[n] if n < 0 else n for n in asked]
-    if form.start == 2:  # a column, and a real token
+    # The start of this slice counts columns, and its negative stop counts real tokens.
+    if form.start == 2:
         return [n for n in columns[: form.stop] if n >= 2]
     return columns[form]
 

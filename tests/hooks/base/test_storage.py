@@ -1,4 +1,4 @@
-"""Files of tensors and facts: what is saved is what is read, and any damage is one error."""
+"""Files of tensors and facts: they return what was saved, and every damage is an error."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def read(path, kind="kind-1"):
 
 
 def damaged(whole):
-    """A file with one bit flipped, at every byte, and files that end too early."""
+    """Yield damaged copies of a file: each with a flipped bit in one byte, and some cut off."""
     for at in range(len(whole)):
         yield whole[:at] + bytes([whole[at] ^ 1 << (at * 5 + 2) % 8]) + whole[at + 1 :]
     yield from (whole[:length] for length in (0, 5, 300, len(whole) - 1))
@@ -82,7 +82,8 @@ def test_tensors_that_share_memory_and_parts_of_others_are_kept(path):
         assert torch.equal(value, parts[name])
 
 
-# In any order, most of these tensors need a gap before them to be aligned.
+# These tensors have different sizes of numbers. In any order, most of them can be aligned only with
+# a gap before them.
 MIXED = {
     "flags": torch.tensor([True, False, True]),
     "wide": torch.tensor([[0.1, -2.0], [1e300, 4.0], [5.0, 6.0]], dtype=torch.float64).T,
@@ -123,7 +124,8 @@ def test_every_reader_reads_what_is_written_one_by_one(path, streamed):
             entry = header[name]
             assert entry["data_offsets"][0] % value.element_size() == 0
             raw = content[slice(*(begin + at for at in entry["data_offsets"]))]
-            if entry["dtype"] == "BF16":  # the first half of a float32
+            # The bits of a bfloat16 number are the first half of the bits of a float32 number.
+            if entry["dtype"] == "BF16":
                 numbers = (np.frombuffer(raw, "<u2").astype("u4") << 16).view("f4")
                 assert np.array_equal(numbers, value.float())
             elif entry["dtype"] in NUMPY:
@@ -238,7 +240,7 @@ def test_facts_may_be_nan_and_infinite_and_are_json_for_all_readers(tmp_path):
 
 @pytest.mark.parametrize("shape", [[1] * 63 + [2001], [3037000499, 0, 3037000499], [0] * 64])
 def test_the_header_has_room_for_every_shape_and_number_of_names(path, shape):
-    """Of the first shape, two of three tensors begin after a gap."""
+    """With the first shape, two of three tensors begin after a gap, which the header must list."""
     names = [f"blocks.{n}.\N{FOX FACE}" for n in range(300)]
     dtypes = [torch.bool, torch.int16, torch.float64] * 100
     pairs = zip(names, (torch.zeros(shape, dtype=dtype) for dtype in dtypes), strict=True)

@@ -18,7 +18,7 @@ PLACES = [
 
 
 def strictly(text):
-    """Return the result of a reader that knows only the standard."""
+    """Read JSON, and fail at words that are not in the standard, such as NaN."""
 
     def refuse(word):
         raise AssertionError(word)
@@ -57,9 +57,8 @@ def test_what_is_encoded_is_read_again():
     found = strict_json.decoded(text)
     assert math.isnan(found.pop("gap"))
     assert found == value
-    assert (
-        strict_json.decoded('{"bounds": [NaN, Infinity]}')["bounds"][1] == math.inf
-    )  # an old file
+    # Older versions wrote NaN and Infinity into files. Such files can still be read.
+    assert strict_json.decoded('{"bounds": [NaN, Infinity]}')["bounds"][1] == math.inf
 
 
 def test_options_are_those_of_python():

@@ -1,4 +1,4 @@
-"""One text: what it says of padding, rows and words, and that its parts go together."""
+"""`Text`, the value for texts: its padding, rows and words, and checks that its parts fit."""
 
 from types import SimpleNamespace
 

@@ -1,6 +1,6 @@
-"""The private parts of PyTorch: one test for each, named after it.
+"""The module that uses private parts of PyTorch. Each part has a test with its name.
 
-Components have a file of their own.
+Components have a test file of their own.
 """
 
 import pytest
@@ -17,7 +17,9 @@ KINDS = ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backwar
 @pytest.mark.parametrize("everywhere", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_identity(kind, everywhere):
-    """Any kind of hook is called, wherever it is registered; without one the input comes back."""
+    """Hooks of every kind are called, on the module and on all modules. Without hooks, `Identity`
+    returns its input.
+    """
     identity, value, called = _torch.Identity(), torch.ones(2, requires_grad=True), []
     assert identity(value) is value
     owner, prefix = (nn_module, "register_module_") if everywhere else (identity, "register_")
@@ -90,9 +92,12 @@ def test_has_storage_and_is_unwatched():
     assert seen == [(True, True), (True, False), (True, False), *[(False, False)] * 3]
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.filterwarnings("ignore")  # the compiler gives warnings of its own
 def test_traced_as_constant():
-    """Tracing calls the function, whose body it could not follow, and keeps the answer."""
+    """Tracing calls the function once, and treats the answer as a constant.
+
+    The compiler could not trace the body of this function.
+    """
     answers = [True]
 
     @_torch.traced_as_constant

@@ -1,4 +1,7 @@
-"""What runs without stopping the host: counted on a device that is not there."""
+"""Runs during which Python does not wait for the device, counted on a pretended device.
+
+`tests.pretended` explains the device, its `stops` and its `moves`.
+"""
 
 import functools
 import math
@@ -29,11 +32,11 @@ def device():
 
 
 def made(where, **changes):
-    """The same random model on any device."""
+    """Return a random model on a device. Its weights are the same on every device."""
     sizes = dict(vocab_size=23, n_ctx=17, n_layers=2, n_heads=2, d_model=12, d_mlp=13)
     torch.manual_seed(0)
-    # Moving the model would part its tied weights, because PyTorch moves weights of a class into
-    # new ones.
+    # Create the model on the device. Moving it would separate tied weights: PyTorch replaces each
+    # weight of a tensor subclass by a new one.
     with torch.device(where):
         model = Transformer(TransformerConfig(**sizes | changes)).eval()
     with torch.no_grad():
@@ -44,9 +47,9 @@ def made(where, **changes):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The devices of the requested generators.
+    """The devices for which random generators are requested.
 
-    PyTorch makes no generator for a device that does not exist.
+    The generators are made on the CPU, because PyTorch makes none for a device that does not exist.
     """
     devices = []
 
@@ -87,7 +90,7 @@ def test_a_forward_and_a_backward_pass_do_not_wait(device, tokens, changes, mask
     grads = zip(model.parameters(), there.parameters(), strict=True)
     for one, other in grads:
         torch.testing.assert_close(one.grad, other.grad.cpu())
-    # Tokens that are already on the device are copied to the host once.
+    # Tokens that are already on the device are copied to the CPU once, for a check.
     assert sum(device.counted(lambda: there(moved))[1].values()) == 1
 
 
@@ -188,7 +191,7 @@ def test_generations_and_gradients_arrive_whole(device, tokens):
         caches.append(runner.run_with_cache(tokens, run=run, **options)[1])
         logits, cache = runner.run_with_cache(tokens, grads=True, **options)
         logits.square().sum().backward()
-        # Nothing waits for these later.
+        # Copy the gradients now. Nothing waits for them later, as a cache does for its values.
         caches.append({name: grad.clone() for name, grad in cache.grads.items()})
         caches.append(runner.run_with_cache(tokens, names="*.attn.v")[1].to("cpu"))
     for one, other in zip(caches[:3], caches[3:], strict=True):
@@ -200,7 +203,8 @@ def test_a_value_that_two_points_share_is_copied_once(device, tokens):
     runner = HookedRunner(made(DEVICE))
     with torch.no_grad():
         cache = runner.run_with_cache(tokens, names="blocks.*.resid_*", device="cpu")[1]
-    # Two blocks: the stream before the first, and after each sublayer of both.
+    # Five values are copied: the stream before the first block, and the streams after the two
+    # sublayers of both blocks.
     assert len(device.moves) == 5
     assert cache["resid_post", 0] is cache["resid_pre", 1]
 
@@ -209,7 +213,7 @@ FIRST_PADDED = (torch.arange(7) > 0).expand(4, 7)
 
 
 def columns(kind):
-    """Edits that need numbers of the CPU, and a metric that does."""
+    """Return an edit and a metric whose positions or tokens are numbers on the CPU."""
     vectors, rows = torch.randn(4, 7, 12), [[1], [2], [3], [4]]
     text = torch.arange(28).view(4, 7) % 23
     return {
@@ -294,7 +298,7 @@ def test_sums_of_parts_are_read_where_the_cache_is(device, changes):
 
 
 def test_a_training_step_does_not_wait_for_itself(device, tokens, monkeypatch):
-    # PyTorch knows the devices that it has fused kernels for.
+    # Fused Adam checks that PyTorch has a kernel for the device. Switch this check off.
     check = sys.modules["torch.optim.adam"]
     monkeypatch.setattr(check, "_device_dtype_check_for_fused", lambda *_: None)
     runs = [Run(made(x), TrainingConfig(steps=5, warmup=0), {}, None) for x in ("cpu", DEVICE)]
@@ -306,7 +310,7 @@ def test_a_training_step_does_not_wait_for_itself(device, tokens, monkeypatch):
         run.settle()
     for one, other in zip(*(run.records for run in runs), strict=True):
         assert one == pytest.approx(other, rel=1e-5)
-    # A late check must not change the result.
+    # The check for NaN runs one step later than the step, and must still stop the training.
     model = runs[1].model
     with torch.no_grad():
         model.blocks[1].mlp.input.weight[0, 0] = torch.nan
@@ -321,7 +325,7 @@ def test_a_training_step_does_not_wait_for_itself(device, tokens, monkeypatch):
 
 
 def test_large_weights_in_half_precision_are_finite():
-    """The two values are finite, and their sum is infinite."""
+    """The check adds up values. In half precision, finite values can have an infinite sum."""
     run = Run(made("cpu").half(), TrainingConfig(steps=1), {}, None)
     weight = run.model.blocks[0].mlp.input.weight.data
     run.save()
@@ -354,8 +358,8 @@ def test_values_of_our_models_are_kept_without_copies(positions):
     _, cache = run_with_cache(model, TOKENS)
     assert cache["blocks.1.mlp.post"].data_ptr() == made["post"].data_ptr()
     assert all(torch.equal(cache[name], value) for name, value in copied.items())
-    # The streams between blocks are one tensor each, and the keys of a learned model part of all
-    # projections.
+    # Some values share memory: `resid_post` is the `resid_pre` of the next block, and keys are a
+    # part of the tensor of queries, keys and values. Count such memory once.
     distinct = {id(value): value for value in cache.values()}
     assert cache["resid_post", 0] is cache["resid_pre", 1]
     assert cache.nbytes == sum(value.nbytes for value in distinct.values())

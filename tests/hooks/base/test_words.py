@@ -1,5 +1,6 @@
-"""A keyword that nothing reads is an error with close matches, on any model, also
-through wrappers.
+"""A keyword that nothing reads is an error with close matches.
+
+This holds for any model, also if a library has put a wrapper around its forward.
 """
 
 import functools
@@ -11,7 +12,7 @@ from torch import nn
 
 from hooks import HookedRunner, HookPoint
 from hooks.base import Words
-from models import hints  # noqa: F401  # hints are read from packages that are imported
+from models import hints  # noqa: F401  # errors read hints only from imported packages
 
 
 class Kwargs(typing.TypedDict, total=False):
@@ -20,7 +21,7 @@ class Kwargs(typing.TypedDict, total=False):
 
 
 def with_word(forward):
-    """A decorator that reads `mirrored` itself."""
+    """Return a forward with one more keyword, `mirrored`, which the decorator reads itself."""
 
     @functools.wraps(forward)
     def run(self, *args, **kwargs):
@@ -113,7 +114,7 @@ def test_words_that_something_reads_are_passed_on():
     with pytest.raises(TypeError, match="factor="):
         HookedRunner(typed).run_with_hooks(X, factor=5.0)
     assert torch.equal(HookedRunner(free).run_with_hooks(X, factor=5.0), X * 5)
-    # Near to `positions`, but a word of many models.
+    # `position_ids` looks like the option `positions`, but many models accept it. So no error.
     assert torch.equal(HookedRunner(free).run_with_hooks(X, position_ids=5.0), X)
     output, _ = HookedRunner(free).run_with_cache(X, run=lambda x, gain: free(x) * gain, gain=7.0)
     assert torch.equal(output, X * 7)
@@ -121,7 +122,8 @@ def test_words_that_something_reads_are_passed_on():
         HookedRunner(free).run_with_cache(X, run=lambda x, gain: free(x), gian=7.0)
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient", "ignore:.past_key_values")  # of peft
+# peft causes these warnings.
+@pytest.mark.filterwarnings("ignore:.is_gradient", "ignore:.past_key_values")
 @pytest.mark.parametrize("adapter", [None, "lora", "prefix"])
 def test_misspelt_words_through_the_wrappers_of_adapters(adapter):
     transformers = pytest.importorskip("transformers", reason="needs the extra hf")
