@@ -1,4 +1,4 @@
-"""Tiny models of a few kinds of transformers, in the forms that users bring them in."""
+"""Tiny models of a few kinds, in several forms: copied, saved, subclassed or with an adapter."""
 
 import copy
 import io
@@ -33,7 +33,7 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3], [5, 8, 9, 7, 9]])
 
 
 def made(kind, config=None, attention=None, dtype=torch.float64):
-    """The same model at each call, with weights that matter."""
+    """Return a model with large random weights, the same at each call."""
     name, sizes = KINDS[kind]
     maker = getattr(transformers, name)
     config = maker.config_class(**sizes) if config is None else config

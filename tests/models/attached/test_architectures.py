@@ -1,4 +1,7 @@
-"""Eight architectures of transformers, and each job of the runner, against raw hooks on a copy."""
+"""Caches, edits, gradients and plans of `HookedRunner` on eight architectures of `transformers`.
+
+The models are not attached. The reference is a copy of each model with PyTorch's own hooks.
+"""
 
 import copy
 import functools
@@ -36,7 +39,7 @@ ARCHITECTURES = {
 
 @functools.cache
 def world(name):
-    """The model and its twin, their input, their modules, and the names of some."""
+    """Return a model, its copy, their input, and the names of modules, blocks and linear maps."""
     architecture, sizes = ARCHITECTURES[name]
     maker = getattr(transformers, architecture)
     model = maker(maker.config_class(**sizes, eos_token_id=None, pad_token_id=0)).eval()
@@ -64,7 +67,8 @@ def world(name):
         modules=modules,
         given=given,
         blocks=[path for path in modules if path.rpartition(".")[0] in lists],
-        # Not a router, of which experts read other tensors than the first.
+        # Leave out routers: experts read other tensors of their output than the first, so an edit
+        # of the first tensor is refused.
         linears=[
             path
             for path, module in modules.items()
@@ -78,7 +82,7 @@ def ran_once(theirs):
 
 
 def names(w):
-    """The default caches every module that ran once, and gives reasons for the other modules."""
+    """Check that a run caches every module that ran once, and gives reasons for all others."""
     with torch.no_grad(), by_hand(w, w.given, keep=w.modules) as theirs:
         output, cache = w.runner.run_with_cache(**w.given)
     once = ran_once(theirs)
@@ -167,9 +171,9 @@ def generate(w):
 
 
 def plan(w):
-    """Equal to a run's cache.
+    """Check that a plan gives the size of the cache of a run.
 
-    PyTorch cannot plan the grouped products of experts: a clear error.
+    For a mixture of experts, the plan raises an error: PyTorch has no meta version of its products.
     """
     if w.model.config.model_type == "mixtral":
         with pytest.raises(HookError):

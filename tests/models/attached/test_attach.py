@@ -1,4 +1,4 @@
-"""attach: points of our names in models of transformers, and what they leave as it was."""
+"""attach: the points in models of `transformers`, and everything that must stay as it was."""
 
 import copy
 import gc
@@ -57,7 +57,7 @@ def test_every_edit_changes_the_logits_of_an_encoder():
 
 
 def trace(model):
-    """Everything that `attach` could leave behind."""
+    """Return everything that `attach` could leave behind in a model, to compare it."""
     modules = [(name, id(module)) for name, module in model.named_modules()]
     kept = [{k: v for k, v in vars(m).items() if k[0] != "_"} for m in model.modules()]
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
@@ -105,7 +105,7 @@ def test_hooks_stay_in_their_thread():
 
 
 def test_a_model_in_training_mode_has_the_same_points():
-    """Dropout would make the runs of attach differ. The mode of each module stays as it is."""
+    """`attach` compares runs, and dropout would make them differ. Modules keep their modes."""
     model = made("gpt2")
     with attach(model) as attached:
         points, left_out = {*HookedRunner(model).points}, attached.left_out
@@ -164,7 +164,8 @@ def test_other_settings_renew_the_attachment(settings, last):
 
 def test_an_example_that_differs_in_one_number_renews():
     model = made("bert")
-    long = torch.arange(2 * 700).view(100, 14) % 23  # the text of such a tensor is cut
+    # `repr` of such a long tensor leaves numbers out, so it cannot be used to compare examples.
+    long = torch.arange(2 * 700).view(100, 14) % 23
     attached, other = attach(model, example={"input_ids": long}), long.clone()
     other[50, 7] += 1
     assert attach(model, example={"input_ids": long.clone()}) is attached
@@ -231,7 +232,7 @@ def test_what_is_refused(monkeypatch):
 
 
 def gains(model, norm):
-    """The gains of a norm of the first block or after the last, halved by hand."""
+    """Return the norm module of the second block, or the final norm, whose gains are changed."""
     inner = getattr(model, "transformer", None) or model.model
     if norm == "ln_final":
         return inner.ln_f if hasattr(inner, "ln_f") else inner.norm
@@ -276,7 +277,9 @@ def test_an_edit_of_the_stream_between_reaches_both_ways():
 @torch.no_grad()
 @pytest.mark.parametrize("part", ["self_attn", "mlp"])
 def test_what_is_added_is_told_in_half_precision(part):
-    """The stream is so large that rounding hides most of each added vector."""
+    """The points of attention and MLP are right, although the stream is so large that most of each
+    added vector is lost in rounding.
+    """
     model, raw = made("llama"), []
     model.model.embed_tokens.weight.mul_(30)
     for layer in model.model.layers:
@@ -321,7 +324,7 @@ def test_edits_during_generation_are_those_of_the_whole_text(kind):
     with runner.hooks(hooks):
         made_by = model.generate(TOKENS, output_logits=True, **options)
         whole = model(made_by.sequences[:, :-1], use_cache=False).logits
-    found = torch.stack(made_by.logits, 1)  # in float32
+    found = torch.stack(made_by.logits, 1)  # `generate` returns logits in float32
     torch.testing.assert_close(found.double(), whole[:, 4:], rtol=0, atol=1e-5)
     assert not torch.equal(whole, model(made_by.sequences[:, :-1]).logits)
 
@@ -379,13 +382,14 @@ def test_lazy_caches(kind):
         whole = runner.run_with_cache(TOKENS, use_cache=False)[1]
     for part in ("attn.k", "resid_mid", "resid_post"):
         torch.testing.assert_close(lazy[part, 2], whole[part, 2][:, 3:], rtol=0, atol=1e-6)
-    seen = lazy["attn.pattern", 2]  # without the keys that a window has dropped
+    seen = lazy["attn.pattern", 2]  # has no keys that the window has dropped
     expected = whole["attn.pattern", 2][:, :, 3:, -seen.shape[-1] :]
     torch.testing.assert_close(seen, expected, rtol=0, atol=1e-6)
 
 
 def test_gradients_are_derivatives():
-    model = made("gpt2").requires_grad_(False)  # others compute norms in float32
+    # Use GPT-2, because other models compute norms in float32, which is too coarse for differences.
+    model = made("gpt2").requires_grad_(False)
     attach(model)
     runner = HookedRunner(model)
     names = [f"blocks.1.{part}" for part in ("resid_mid", "attn.scores", "attn.k", "ln2.scale")]
@@ -420,7 +424,8 @@ def test_steps_and_sweeps(kind):
         for part in ("resid_mid", "attn_out", *(["attn.v"] if kind != "bloom" else []))
         for pos in (2, 4)
     ]
-    for given in (None, mask) if kind != "bloom" else (None,):  # its padded rows are NaN in float64
+    # In float64, padded rows of BLOOM are NaN.
+    for given in (None, mask) if kind != "bloom" else (None,):
         swept, alone = (
             effects(model, TOKENS, changes, log_prob(3), attention_mask=given)
             for effects in (sweep, separately)
@@ -482,7 +487,9 @@ def test_positions_of_a_step_whose_mask_comes_first():
 
 @torch.no_grad()
 def test_attention_that_adds_nothing_gets_no_others_value():
-    """The last maps start from zero, as in some models, so the block shows one sum only."""
+    """In some new models, the output maps of attention are zero. Then `resid_mid` equals
+    `resid_pre`, and `attach` must not take another value for the output of attention.
+    """
     model = made("llama")
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.zero_()

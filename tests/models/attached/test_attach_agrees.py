@@ -47,7 +47,7 @@ def world(name):
 
 
 def check(w, table):
-    """Attached, the model has the same table as the plain one."""
+    """Check that a table of effects of the attached model equals the table of the plain model."""
     theirs = table(w.plain)
     with attach(w.model):
         ours = table(w.model)
@@ -69,7 +69,8 @@ def test_patching(name, site):
     check(w, lambda model: attribution_patching(model, *given))
 
 
-# The models differ in weights and norms; gemma2 also scales its embeddings.
+# Readings of weights. The models of these tests differ in their weights and norms, and gemma2 also
+# scales its embeddings.
 WEIGHTS = {
     "ov": lambda model, fold: ov_circuit(model, fold=fold).norm(),
     "qk": lambda model, fold: qk_circuit(model, fold=fold, distance=3).norm(),

@@ -77,7 +77,7 @@ def test_families_that_are_known_have_the_graph_of_their_plain_model(kind, monke
         close(some.values, edge_patching(plain, PAIRS, edges[:20]).values, tolerance=1e-4)
 
 
-# The modules of a block, where queries, keys and values have maps of their own.
+# The modules of models in which queries, keys and values have separate maps.
 NAMES = {
     "olmoe": (
         "model.layers",
@@ -117,7 +117,7 @@ def test_an_edge_is_what_raw_hooks_make_of_it(kind):
     size = first.in_features // HEADS
 
     def wrote(module, head, text):
-        """What a head adds to the stream."""
+        """Return the vectors that a head adds to the stream."""
         read = []
         with listening(module, lambda module, args: read.append(args[0]), before=True):
             model(text)
@@ -127,11 +127,11 @@ def test_an_edge_is_what_raw_hooks_make_of_it(kind):
     def moved(module, head):
         return wrote(module, head, OTHER) - wrote(module, head, CLEAN)
 
-    # To the logits: the final norm reads a stream that has moved.
+    # The edge to the logits, by hand: add the change of the head to the input of the final norm.
     change = moved(second, 2)
     with listening(final, lambda module, args: (args[0] + change,), before=True):
         to_logits = metric(model(CLEAN).logits)
-    # To a value head: its map reads the norm of a stream that has moved.
+    # The edge to the value of a head, by hand: its map reads the norm of the changed stream.
     by = moved(first, 1)
     head = 1 if kind == "gptj" else KV_HEADS - 1
     columns = slice(head * size, (head + 1) * size)

@@ -1,5 +1,7 @@
-"""Pieces of texts that attached models read: positions beside padding, states without keys, virtual
-tokens.
+"""Attached models that read a text in several pieces, as in a generation.
+
+Positions must be right with padding, in models that keep a state instead of keys, and with virtual
+tokens (the trained vectors of prefix tuning and prompt tuning).
 """
 
 import copy
@@ -16,7 +18,7 @@ from tests.attachable import CACHE, made
 
 transformers = attachable.transformers
 ROWS = [[3, 5, 7, 2, 9], [4, 6], [8, 3, 5]]
-# As decoders they take no positions, and count columns.
+# These models take no `position_ids`. They count the columns of the batch.
 WITHOUT_POSITIONS = {"bart", "blenderbot", "marian", "mbart", "plbart"}
 
 
@@ -67,7 +69,7 @@ def test_positions_beside_padding_by_the_callers_way(name):
         if name != "roberta":  # roberta adds an offset to the positions
             found = model(inputs_embeds=embeddings, attention_mask=mask).logits
             torch.testing.assert_close(found, wanted)
-        # With a cache, the positions of the new tokens.
+        # With a cache of keys, the positions are the positions of the new tokens.
         first = model(tokens[:, :4], attention_mask=mask[:, :4], use_cache=True)
         second = model(tokens[:, 4:], attention_mask=mask, **{CACHE: first[CACHE]})
         found = torch.cat([first.logits, second.logits], 1)
@@ -85,14 +87,14 @@ STATES = {
 
 @pytest.fixture(params=STATES)
 def stateful(request, monkeypatch):
-    """A model that keeps a state in place of keys, attached."""
+    """An attached model that keeps a state instead of keys and values."""
     monkeypatch.setitem(attachable.MODELS, request.param, STATES[request.param])
     model = made(request.param)
     with attach(model):
         yield model
 
 
-@pytest.mark.filterwarnings("ignore")  # of slow paths
+@pytest.mark.filterwarnings("ignore")  # models warn that they use slow code
 @torch.no_grad()
 def test_edits_of_generation_count_from_the_start_of_the_text_without_keys(stateful):
     model, runner = stateful, HookedRunner(stateful)
@@ -103,8 +105,7 @@ def test_edits_of_generation_count_from_the_start_of_the_text_without_keys(state
     with runner.hooks({"blocks.0.resid_post": lambda v, point: seen.append(start_of_piece())}):
         model.generate(prompt, **new)
     assert seen == [0, 5, 6, 7]
-    # The effect of an edit at one later column on the logits there, compared with a run of the
-    # whole text.
+    # Edit one column, and compare the logits of the generation with a run of the whole text.
     vector = torch.full((24,), 3.0)
     for pos in (2, 6):
         hooks = {"blocks.1.resid_post": edits.add(vector, pos=pos)}
@@ -160,7 +161,7 @@ def test_states_of_several_texts_are_told_apart():
 @pytest.mark.parametrize(("name", "old"), [("llama", "past_key_values"), ("mamba", "cache_params")])
 @torch.no_grad()
 def test_a_cache_may_have_the_name_of_older_versions(name, old, monkeypatch):
-    """A warning of the library would be an error here."""
+    """In these tests, a warning is an error. So the library must not warn about the old name."""
     monkeypatch.setitem(attachable.MODELS, name, attachable.MODELS.get(name, {}))
     model, tokens = made(name), torch.tensor([ROWS[0]])
     wanted = model(tokens, use_cache=False).logits[:, -2:]
@@ -176,7 +177,7 @@ def test_a_cache_may_have_the_name_of_older_versions(name, old, monkeypatch):
     torch.testing.assert_close(torch.cat(logits, 1), wanted, rtol=1e-4, atol=1e-5)
 
 
-# Both warnings come from peft, which passes the cache under both names.
+# Both warnings come from peft. The second says that it passes the cache by its old and new name.
 @pytest.mark.filterwarnings("ignore:.is_gradient", "ignore:Both .past_key_values")
 @torch.no_grad()
 def test_virtual_tokens_of_prefix_tuning_are_no_positions():
@@ -186,7 +187,8 @@ def test_virtual_tokens_of_prefix_tuning_are_no_positions():
     model = peft.get_peft_model(model, chosen).eval()
     tokens, mask = padded(ROWS[:2], 5)
     with warnings.catch_warnings():
-        # In the first run, before `attach`, peft uses the old name of the cache. Later runs do not.
+        # In the run that `attach` makes first, peft uses the old name of the cache. The library
+        # warns about it.
         warnings.filterwarnings("ignore", ".*past_key_values", FutureWarning)
         attached = attach(model)
     with attached:
@@ -205,14 +207,15 @@ def test_virtual_tokens_of_prefix_tuning_are_no_positions():
             _, lazy = runner.run_with_cache(tokens, **given, lazy=True)
             for point in ("blocks.1.attn.pattern", "blocks.1.resid_post"):
                 torch.testing.assert_close(lazy[point], cache[point])
-        # Virtual tokens come before the text and before its padding. They are keys like other keys.
+        # Virtual tokens come before the text and its padding. They are not padding, so an edit acts
+        # on their keys too.
         more = {"blocks.1.attn.pattern": edits.add(torch.tensor(0.2))}
         with runner.hooks(more):
             together = model(input_ids=tokens, attention_mask=mask).logits
             for n, row in enumerate(ROWS[:2]):
                 alone = model(input_ids=torch.tensor([row])).logits[0]
                 torch.testing.assert_close(together[n][mask[n] > 0], alone, rtol=1e-4, atol=1e-5)
-        # The pattern of another run also has virtual tokens, and they are copied.
+        # The pattern of another run has the keys of virtual tokens too. The edit copies them.
         _, source = runner.run_with_cache((tokens + 2) % 23, attention_mask=mask)
         point = "blocks.1.attn.pattern"
         with runner.hooks({point: edits.replace(source, query=-1)}):
@@ -224,7 +227,7 @@ def test_virtual_tokens_of_prefix_tuning_are_no_positions():
         assert seen == [0, 5, 6]
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient")  # of peft
+@pytest.mark.filterwarnings("ignore:.is_gradient")  # peft causes this warning
 @torch.no_grad()
 def test_virtual_tokens_of_prompt_tuning_are_positions_of_the_base_model():
     peft = pytest.importorskip("peft", reason="needs peft")
@@ -313,11 +316,12 @@ def test_a_cache_of_a_padded_generation_knows_its_texts():
         lens, expected = logit_lens(model, cache), logit_lens(model, alone)
         torch.testing.assert_close(lens.entropy[:, n, real], expected.entropy[:, 0])
         assert lens.entropy[:, n, ~real].isnan().all()
-    # Padding is not printed.
+    # A printed lens leaves padding out.
     turned = logit_lens(model, cache.at(batch=[1]))
     printed = repr(turned).splitlines()[1:]
     assert {len(line.split()) for line in printed} == {1 + int(whole[1].sum())}
-    with pytest.raises(ValueError, match="tokens"):  # the tokens of the run belong to other rows
+    # The tokens of the run are in another order than the rows of this cache.
+    with pytest.raises(ValueError, match="tokens"):
         head_scores(model, cache.at(batch=[1, 0, 2]), "induction")
 
 
@@ -329,9 +333,10 @@ KNOCKED = ["gpt2", "llama", "gemma2", "bloom", "gpt_neox", "gpt_oss", "qwen2", "
 @pytest.mark.parametrize("name", KNOCKED)
 @torch.no_grad()
 def test_a_query_without_keys_attends_to_nothing(name, side):
-    """z is zero there.
+    """The output `z` of such a query is zero.
 
-    The kernels mask with the lowest number, which would still be larger than -inf.
+    The kernels of `transformers` mask with the lowest finite number, not with -inf. A softmax over
+    these numbers alone would give weights to masked keys.
     """
     model = made(name)
     width = 6
@@ -353,7 +358,8 @@ def test_a_query_without_keys_attends_to_nothing(name, side):
         )
         assert not cache.at(query=-1)["pattern", 1][:, [0, 2]].any()
         assert not output.logits.isnan().any()
-    # Some keys may be removed while others stay, and gradients are finite.
+    # With all keys of one query removed, gradients are still finite. Some keys can be removed while
+    # others stay.
     with torch.enable_grad():
         hooks = {"blocks.0.attn.scores": edits.knockout(query=-1)}
         runner.run_with_hooks(tokens, **given, hooks=hooks).logits[mask > 0].sum().backward()

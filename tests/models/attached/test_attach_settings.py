@@ -1,5 +1,6 @@
-"""Attached models in settings that no table of architectures lists: each against the model without
-points.
+"""Attached models in unusual settings: precision, kernels, positions, caches, adapters and inputs.
+
+The reference is the same model without points.
 """
 
 import contextlib
@@ -53,7 +54,7 @@ PADDED = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
 
 
 def other(kind, dtype=torch.float32):
-    """A tiny model of a kind in `MORE`, as `made`."""
+    """Return a tiny random model of a kind in `MORE`."""
     name, sizes = MORE[kind]
     maker = getattr(transformers, name)
     torch.manual_seed(0)
@@ -90,8 +91,9 @@ def test_half_precision_has_the_points_and_embeddings_of_single(kind, dtype):
 
 
 def in_half(name, dtype):
-    """A model of the table of architectures in half precision, whose experts have sizes that
-    kernels take.
+    """Return a model of attachable.json in half precision.
+
+    Its experts have sizes that the kernels for half precision accept.
     """
     sizes = attachable.SIZES | dict(intermediate_size=24) | attachable.MODELS.get(name, {})
     if "moe_intermediate_size" in sizes:
@@ -113,7 +115,7 @@ def test_every_architecture_has_the_points_of_single_precision_in_half(name, dty
     assert points[0] == points[1]
 
 
-@pytest.mark.filterwarnings("ignore")  # of slow paths
+@pytest.mark.filterwarnings("ignore")  # models warn that they use slow code
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_norms_beside_a_stream_of_another_precision_are_found_in_half(dtype):
     sizes = attachable.SIZES | dict(state_size=5, time_step_rank=3)
@@ -127,8 +129,9 @@ def test_norms_beside_a_stream_of_another_precision_are_found_in_half(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_term_of_attention_that_rounding_hides_is_found(dtype, monkeypatch):
-    """A kernel that adds a small bias by distance, which changes the logits by a few roundings of
-    bfloat16.
+    """The model has a kernel of its own, which adds a small bias for each key to the scores.
+
+    The bias changes the logits only by a few times the rounding of bfloat16. `attach` must find it.
     """
 
     def tilted(module, query, key, value, attention_mask, scaling=None, **kwargs):
@@ -185,8 +188,9 @@ WIDE = {
     ("kind", "dtype"), [*zip(WIDE, [torch.bfloat16, torch.float16] * 4, strict=True)]
 )
 def test_real_widths_in_half_precision(kind, dtype):
-    """The points are those of float32; embeddings and stream those that raw hooks see on a copy
-    without points.
+    """In half precision, `attach` finds the same points as in float32.
+
+    Embeddings and streams equal the values that PyTorch's hooks see on a copy without points.
     """
     name, sizes = MORE[kind]
     maker = getattr(transformers, name)
@@ -217,7 +221,7 @@ def test_real_widths_in_half_precision(kind, dtype):
 
 
 def near(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """Attention to the last two keys only, for any mask."""
+    """An attention kernel in which queries see only the last two keys, whatever the mask is."""
     at = torch.arange(query.shape[2])
     allowed = (at[:, None] >= at) & (at[:, None] - at < 2)
     groups = query.shape[1] // key.shape[1]
@@ -243,8 +247,9 @@ def test_a_registered_kernel_stays(kind):
 
 @pytest.mark.parametrize("at_attach", [torch.bfloat16, torch.float32])
 def test_a_mode_of_attention_of_its_own_stays(at_attach):
-    """GPT-2 with its products reordered differs from the interface's kernels in half precision
-    only.
+    """GPT-2 has an option to compute its products in another order and in float32.
+
+    Only in half precision do the numbers of this option differ from the usual kernels.
     """
     config = transformers.GPT2Config(**GPT2, reorder_and_upcast_attn=True)
     model = made("gpt2", config, "eager", torch.bfloat16)
@@ -256,7 +261,8 @@ def test_a_mode_of_attention_of_its_own_stays(at_attach):
             output, cache = run_with_cache(model, TOKENS, names="*.attn.*")
             assert torch.equal(output.logits, plain)
             assert len(cache) == 18
-            # The product is added to memory that was not written; this mode fills it with NaN.
+            # The code of this option adds a product to memory that was not written before, with the
+            # factor 0. In this mode, PyTorch fills such memory with NaN, so a mistake would show.
             torch.use_deterministic_algorithms(True)
             try:
                 same = {"blocks.1.attn.scores": lambda scores, point: scores + 0}
@@ -268,7 +274,7 @@ def test_a_mode_of_attention_of_its_own_stays(at_attach):
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_padding_on_the_left_counts_no_positions(kind):
-    """The effects of a padded batch equal the effects of each row alone."""
+    """The effects of a padded batch equal the effects of each text alone."""
     model, right = made(kind), torch.tensor([4, 8, 15])
     corrupted = TOKENS.clone()
     corrupted[:, 3] = torch.tensor([16, 22, 11])
@@ -286,7 +292,10 @@ def test_padding_on_the_left_counts_no_positions(kind):
 
 
 class Wide(nn.Embedding):
-    """Embeddings that a map makes narrower, which rounds otherwise where it reads fewer rows."""
+    """Embeddings with a linear map to a smaller width.
+
+    The map rounds differently if it reads fewer rows, because PyTorch then uses another kernel.
+    """
 
     def __init__(self, vocab, width, narrow):
         super().__init__(vocab, width)
@@ -305,7 +314,7 @@ def test_padding_on_the_left_of_a_model_that_maps_its_embeddings(dtype):
     model.transformer.word_embeddings = Wide(23, 300, 128).eval()
     embedding = model.transformer.word_embeddings
     few, many = (embedding(tokens) for tokens in (TOKENS[:, 1:].contiguous(), TOKENS))
-    assert not torch.equal(few, many[:, 1:])  # or nothing is rounded otherwise
+    assert not torch.equal(few, many[:, 1:])  # fewer rows are really rounded differently
     model.to(dtype)
     alone = [
         model(row[mask][None], use_cache=False).logits[0]
@@ -324,7 +333,8 @@ def test_a_cap_of_logits_is_kept_where_rounding_hides_it(dtype, size):
     model = attachable.made("gemma2")
     cap = model.config.final_logit_softcapping
     assert cap == 30
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())  # no longer the embeddings
+    # Separate this weight from the embeddings, with which it is tied.
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
     model.lm_head.weight.mul_(size / attachable.logits(model).abs().max())
     model.to(dtype)
     with attach(model):
@@ -342,7 +352,10 @@ def test_a_cap_of_logits_is_kept_where_rounding_hides_it(dtype, size):
 
 @torch.no_grad()
 def test_a_norm_of_what_was_normed_is_a_norm_and_dropout_is_none():
-    """All numbers are 1 or -1, so that no rounding tells a norm from what hands its input on."""
+    """A norm of numbers that are 1 or -1 returns its input, like dropout and the identity.
+
+    So `attach` cannot tell a norm from them by rounding.
+    """
     x = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(0)).sign()
     norm = nn.RMSNorm(24, eps=0.0, elementwise_affine=False)
     assert torch.equal(norm(x), x)
@@ -378,7 +391,9 @@ def test_hidden_states_collected_before_attach_show_edits():
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hidden_states_may_be_collected_beside_edges(when):
-    """The hooks with which `transformers` collects outputs stay, because they only read."""
+    """`transformers` collects hidden states with hooks of its own. They only read, so they may stay
+    on a model with a graph.
+    """
     model, metric = made("llama"), log_prob(3)
     corrupted = (TOKENS + 1) % 23
     if when == "before":
@@ -465,7 +480,8 @@ MAMBA = dict(
     mamba_d_conv=4,
     max_position_embeddings=32,
 )
-# States of a recurrence beside keys, and attention that wants a mask for each row.
+# Models with a recurrent state in addition to keys, and models whose attention needs a mask for
+# each text.
 UNUSUAL = {
     "FalconH1ForCausalLM": MAMBA
     | dict(
@@ -521,7 +537,9 @@ def test_patches_of_unusual_architectures_are_those_of_hooks(name, rows):
 
 @torch.no_grad()
 def test_a_model_that_reads_images_too():
-    """Its forward hands keywords on to a part, and that to the model of the text."""
+    """The forward of the model passes keywords to a part, and this part passes them to the model of
+    the text.
+    """
     text = transformers.LlamaConfig(**SIZES | dict(vocab_size=29))
     vision = transformers.CLIPVisionConfig(
         hidden_size=10,
@@ -625,7 +643,7 @@ def test_shared_keys_are_edited_for_all_with_and_without_a_cache():
         torch.testing.assert_close(cached, uncached)
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft asks for it
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
 def test_an_adapter_before_attach_generates_as_a_whole_text():
     peft = pytest.importorskip("peft", reason="needs peft")
     model = made("llama", dtype=torch.float32)
@@ -683,7 +701,10 @@ def test_a_list_of_heads_longer_than_the_blocks():
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_a_list_that_is_no_blocks_is_not_taken_for_them(n):
-    """The blocks of Gemma 3n read several streams. A list with one map fewer projects them."""
+    """Gemma 3n has n residual streams, and a list of n - 1 maps that project them.
+
+    `attach` must not take this list for the blocks.
+    """
     layers = dict(num_hidden_layers=3, layer_types=["sliding_attention"] * 2 + ["full_attention"])
     sizes = attachable.SIZES | layers | dict(num_kv_shared_layers=0, laurel_rank=5)
     sizes |= dict(vocab_size_per_layer_input=29, hidden_size_per_layer_input=7)
@@ -728,8 +749,9 @@ def test_all_tokens_are_drawn_from_at_top_p_of_one():
 
 @contextlib.contextmanager
 def replaced(module, at=None, put=None):
-    """Keep what a module gives in a run, and put the values of another run at position
-    `at` of it.
+    """Register a hook that stores the output of a module in each run.
+
+    If `at` is given, the hook also replaces the output at this position by the values `put`.
     """
     kept = []
 
@@ -745,8 +767,8 @@ def replaced(module, at=None, put=None):
 
 
 def test_pairs_carry_other_arguments_of_the_run():
-    """Positions that the user gives, in every run of every analysis, compared with
-    PyTorch's hooks.
+    """`position_ids` in the pairs are used in every run of an analysis. PyTorch's own hooks are the
+    reference.
     """
     model, right = made("gpt2"), torch.tensor([4, 8, 15])
     corrupted, positions = TOKENS.flip(0), torch.tensor([[4, 3, 2, 1, 0]]).expand(3, -1).clone()
@@ -776,9 +798,10 @@ def test_pairs_carry_other_arguments_of_the_run():
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
 @pytest.mark.parametrize("batch", [2, 3])
 def test_positions_of_several_sections_go_with_their_texts(kind, batch):
-    """Each run against one text at a time, without points.
+    """Position ids with sections have the shape [section, batch, pos].
 
-    For three texts there are as many sections as texts.
+    The reference runs one text at a time, without points. With three texts, there are as many texts
+    as sections, so the shape does not tell the two axes apart.
     """
     if not seeing.is_there("qwen3_vl"):
         pytest.skip("needs a later transformers")
@@ -835,7 +858,7 @@ def test_positions_of_several_sections_go_with_their_texts(kind, batch):
         some = activation_patching(model, pairs[1:], **options)
         in_lists = Pairs({"input_ids": clean, "position_ids": listed}, corrupted, right)
         by_list = activation_patching(model, in_lists[[1, 0]], **options)
-        # A function of the user forces whole runs.
+        # An edit that is a function of the user cannot resume in the middle of a run.
         metric = log_prob(right)
         alone = sweep(model, pairs[[1]], [heads] * 2, log_prob(right[1:2])).values
         swept = sweep(model, pairs, [heads] * 2, metric).values
@@ -886,7 +909,7 @@ def test_a_generation_whose_pieces_do_not_follow_is_refused(options):
             HookedRunner(model).run_with_cache(run=run, names="blocks.*.resid_post")
         zero = {"blocks.1.mlp_out": edits.zero(pos=-1)}
         with HookedRunner(model).hooks(zero):
-            run()  # edits need no joining
+            run()  # edits work, because the values of the runs are not joined
 
 
 def test_embeddings_may_be_given_instead_of_tokens():
@@ -926,7 +949,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of the compiler's imports
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # the compiler imports it
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_attached_is_named(what):
     make, message = REFUSED[what]
@@ -959,7 +982,10 @@ DECODERS = {
 
 
 def pairwise(settings, seed=0):
-    """Combinations, drawn at random, until every two values of different settings meet in one."""
+    """Yield random combinations of settings, one value for each setting.
+
+    They end when every two values of different settings have occurred in the same combination.
+    """
     draw = random.Random(seed)
     missing = {
         ((a, x), (b, y))
@@ -1001,14 +1027,12 @@ def blocks_in(model):
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.filterwarnings("ignore:.is_gradient", "ignore:fan_in_fan_out")  # of peft
+@pytest.mark.filterwarnings("ignore:.is_gradient", "ignore:fan_in_fan_out")  # peft causes them
 @pytest.mark.parametrize(
     "chosen", [*pairwise(SETTINGS)], ids=lambda chosen: "-".join(map(str, chosen.values()))
 )
 def test_settings_in_drawn_pairs(chosen):
-    """Logits, values and an edit in the middle, bit for bit those of PyTorch's hooks on a model
-    without points.
-    """
+    """Logits, values and an edit are bitwise those of PyTorch's own hooks on a plain copy."""
     name, sizes = DECODERS[chosen["kind"]]
     maker = getattr(transformers, name)
     config = maker.config_class(**sizes)
@@ -1024,7 +1048,7 @@ def test_settings_in_drawn_pairs(chosen):
     if chosen["positions"] == "given":
         inputs["position_ids"] = torch.arange(5)[None].repeat(3, 1) + 2
     real = inputs.get("attention_mask", torch.ones_like(TOKENS)).bool()
-    # Without padding, as in attached models.
+    # Attached models count positions without padding. Give the copy the same positions.
     counted = dict(position_ids=(real.cumsum(1) - 1).clamp(min=0)) if not real[:, 0].all() else {}
 
     def cache():
@@ -1056,7 +1080,8 @@ def test_settings_in_drawn_pairs(chosen):
             assert_same(model(**counted | inputs, **cache()).logits, logits)
             is_counted = (chosen["input"], chosen["positions"]) == ("tokens", "counted")
             if is_counted and chosen["padding"] == "left" and logits[real].isnan().any():
-                # In float64 the eager kernel makes padded rows NaN, and real tokens read them.
+                # In float64, the eager kernel returns NaN for padded rows, and later layers read
+                # them at real tokens. The model itself is wrong here.
                 with pytest.raises(ValueError, match="padded on the right"):
                     runner.run_with_cache(**inputs, **cache())
                 return
@@ -1067,10 +1092,11 @@ def test_settings_in_drawn_pairs(chosen):
             assert_same(ours, edited)
             assert not torch.equal(ours[real], logits[real])
             every = runner.run_with_cache(**inputs, **cache())[0].logits[real]
-            # In float64 the families' eager kernels take the softmax in float32, and the points do
-            # not.
+            # In float64, the eager kernels of `transformers` compute the softmax in float32. With
+            # hooks at the pattern, it is computed in float64.
             eps = max(torch.finfo(dtype).eps for dtype in (chosen["dtype"], torch.float32))
             allowed = 16 * eps * float(logits[real].abs().max())
-            if logits.isfinite().all():  # padded float64 rows are NaN in those kernels
+            # These kernels return NaN for padded rows in float64.
+            if logits.isfinite().all():
                 torch.testing.assert_close(every, logits[real], rtol=0, atol=allowed)
         assert_same(model(**counted | inputs, **cache()).logits, logits)

@@ -1,5 +1,6 @@
-"""`attach` on a hundred architectures of `transformers`: the same numbers, and no trace
-afterwards.
+"""`attach` on more than a hundred architectures of `transformers`.
+
+The numbers are the numbers of the model without points, and `remove` leaves nothing behind.
 """
 
 import copy
@@ -20,12 +21,14 @@ ATTENTION = "attn.q attn.k attn.v attn.scores attn.pattern attn.z"
 HIDDEN, LN1, LN2 = "mlp.pre mlp.post", "ln1.scale ln1.normalized", "ln2.scale ln2.normalized"
 SHAPE = f"resid_pre {LN1} {ATTENTION} attn_out resid_mid {LN2} {HIDDEN} mlp_out resid_post"
 
-# Points of SHAPE that some block does not have, besides the hidden values of experts.
+# The points of SHAPE that at least one block of a model does not have. Mixtures of experts also
+# lack the hidden values of the MLP.
 LACKS = {
-    "diffllama": ATTENTION,  # twice a layer
+    "diffllama": ATTENTION,  # each layer computes attention twice
     "falcon gpt_neox": "resid_mid",
     "openai-gpt": HIDDEN,  # the activation is a function, not a module
-    "gpt_neox_japanese": f"attn_out resid_mid mlp_out {LN2} {HIDDEN}",  # the last block
+    # Only the last block lacks them.
+    "gpt_neox_japanese": f"attn_out resid_mid mlp_out {LN2} {HIDDEN}",
     # The second block has linear attention
     "lara_mini qwen3_5_text qwen3_next": f"{ATTENTION} attn_out",
     "jamba lfm2": f"{ATTENTION} attn_out {HIDDEN}",  # a block has a state space, or a convolution
@@ -65,7 +68,8 @@ def same(ours, theirs, what):
 USUAL = SHAPE.split()
 
 
-# Their pattern does not contain the weight of a sink, which scales z afterwards.
+# In these models, a sink takes a part of the attention. It is not a key: the pattern does not
+# contain its weight, and the model scales z instead.
 SINKS = ("granite_swa", "granitemoe_swa")
 
 
@@ -75,19 +79,17 @@ def twin_of(w, runner):
 
 
 def logits(w):
-    """With hooks everywhere the logits are bitwise the eager model's, and without hooks bitwise
-    sdpa's.
+    """Check the logits bitwise: with hooks at all points, they equal the model with eager
+    attention, and without hooks, they equal the model with sdpa.
 
-    Falcon's eager code divides where the library's kernels multiply.
+    Falcon is compared up to rounding, because its eager code divides where other kernels multiply.
     """
     equal = close if w.name in ("falcon", *SINKS) else same
     with attach(w.model) as attached:
         runner = HookedRunner(w.model)
         names = (f"blocks.{n}.{name}" for n in range(len(w.model.blocks)) for name in USUAL)
-        for name in (
-            *names,
-            "ln_final.normalized",
-        ):  # each point exists, or `left_out` gives the reason
+        # Each point exists, or `left_out` gives the reason.
+        for name in (*names, "ln_final.normalized"):
             reasons = [part for part in attached.left_out if f".{part}." in f".{name}."]
             assert (name in runner.points) or reasons, name
         for part in attached.left_out:
@@ -116,19 +118,20 @@ def points(w):
         names = HookedRunner(w.model).points
     final = {"ln_final.scale", "ln_final.normalized"} - names.keys()
     assert "embed" in names
-    assert bool(final) == (w.name in [*POST, "nanochat"])  # nanochat runs its final norm twice
+    # nanochat runs its final norm twice, so it has no points.
+    assert bool(final) == (w.name in [*POST, "nanochat"])
     blocks = [of_layer(names, layer).keys() for layer in range(LAYERS)]
     lacks = LACKS.get(w.name, set()) | set(HIDDEN.split() if "moe_topk" in MODELS[w.name] else ())
     assert set(SHAPE.split()) - set.intersection(*map(set, blocks)) == lacks
 
 
 def of_layer(cache, layer):
-    """The values of a layer by short name."""
+    """Return the values of a layer by their short names."""
     start = f"blocks.{layer}."
     return {n.removeprefix(start): value for n, value in cache.items() if n.startswith(start)}
 
 
-# The norms of a block where they take the sum of the stream and a sublayer.
+# The norms of a block, in models whose norms read the sum of the stream and a sublayer.
 BART = ("self_attn_layer_norm", "final_layer_norm")
 BERT = ("attention.output.LayerNorm", "output.LayerNorm")
 POST = dict.fromkeys(("bart", "marian", "plbart"), BART)
@@ -144,7 +147,14 @@ def norms_of(w, layer):
 
 
 def check_identities(w, cache, edited=()):
-    """In all rows but those where the sum itself is edited, or the norm of the sum."""
+    """Check the sums of a cache, such as `resid_mid = resid_pre + attn_out`.
+
+    Args:
+        w: the world.
+        cache: the values.
+        edited: the point that is edited in each row. A sum is not checked in a row in which the
+            sum itself or its norm is edited.
+    """
 
     def equal(name, total, norm="none"):
         own = (name, f"{block}{norm}.scale", f"{block}{norm}.normalized")
@@ -171,8 +181,8 @@ def check_identities(w, cache, edited=()):
 
 
 def everywhere(w):
-    """Each point is edited in one row: this row changes, the other rows do not, and the identities
-    hold.
+    """Edit each point in one row of a batch. The logits of this row change, the other rows stay the
+    same, and all sums hold.
     """
     with attach(w.model):
         runner = HookedRunner(w.model)
@@ -196,7 +206,7 @@ def everywhere(w):
     assert still == INERT.get(w.name, set())
 
 
-# What one value determines, given the rest of the model.
+# The values of the first points determine the value of the second point.
 DETERMINED = {
     ("attn.q", "attn.k", "attn.v"): "attn.z",
     ("attn.scores", "attn.v"): "attn.z",
@@ -204,15 +214,18 @@ DETERMINED = {
     ("attn.z",): "attn_out",
     ("mlp.post",): "mlp_out",
 }
-# Attention's output is gated, or z is given to the maps of chosen experts.
+# In these models z does not determine attn_out, because attention's output is gated, or experts
+# read z.
 GATED = {"afmoe", "axk2", "dots3_note_text", "jetmoe", "laguna", "qwen3_5_text", "qwen3_next"}
-# Attention's mask also depends on values; later blocks also read the tokens.
+# In these models, other values matter too: the mask of attention depends on values, or later blocks
+# read the tokens.
 FED = {"doge": ("attn.q", "attn.scores"), "gemma4_text": ("resid_pre", "resid_post")}
 
 
 def carried(w):
-    """Values of another text, each kind in a row of its own, make of this text what
-    they determine.
+    """Copy values of another text into this text, each kind of value in a row of its own.
+
+    The values that they determine (`DETERMINED`), or the logits, then equal the other text.
     """
     with attach(w.model):
         runner = HookedRunner(w.model)
@@ -243,15 +256,15 @@ def carried(w):
             close(cache[target][row], source[target][0], sources)
 
 
-# Points whose scale the next norm removes: hidden values of experts or MLPs; queries, keys and
-# values.
+# Edits of these scales have no effect, because the next norm removes them. It is a norm of the
+# hidden values of the MLP, or of queries, keys and values.
 INERT = {"bitnet": {"ln2.scale"}, "gemma4_text": {"ln1.scale"}}
-# Positions are columns, padding included, and there is no argument for others.
+# These models count the columns of the batch with padding, and take no `position_ids`.
 COLUMNS = ("bart", "blenderbot", "marian", "mbart", "plbart")
 
 
 def with_positions(w, mask):
-    """The arguments for a padded text: positions count its real tokens."""
+    """Return the arguments for padded texts. Positions count real tokens."""
     given = {"attention_mask": mask}
     if "position_ids" in w.takes:
         given["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
@@ -259,7 +272,7 @@ def with_positions(w, mask):
 
 
 def padding(w):
-    """A padded text has the same values as the text alone."""
+    """Check that a padded text has the same values as the text alone."""
     lengths = (POS, 4, 6)
     for side in ("right",) if w.name in COLUMNS else ("left", "right"):
         mask = torch.zeros(BATCH, POS, dtype=torch.long)
@@ -287,27 +300,31 @@ def padding(w):
 
 
 def keeps_heads(w):
-    """Whether caches contain the keys and values of heads, not the vectors from which they are
-    computed.
+    """Return True if the cache of a model contains the keys and values of heads.
+
+    Some models store the vectors from which keys and values are computed.
     """
     _, cache = HookedRunner(w.model).run_with_cache(input_ids=w.tokens, use_cache=False)
     if "blocks.0.attn.k" not in cache:
         return True
     kept = getattr(run(w.model, w.tokens, use_cache=True), CACHE, None)
-    if kept is None:  # openai-gpt has no cache
+    # openai-gpt has no cache of keys.
+    if kept is None:
         return True
     return kept.layers[0].keys.shape[1] == cache["attn.k", 0].shape[2]
 
 
 def generation(w):
-    """An edit by position of the text, in the prompt and in steps, is that of one run of the whole
-    text.
+    """Check an edit at a position of the text, in the prompt and in the steps of a generation.
+
+    It has the effect of the same edit in one run of the whole text.
     """
     sites = ["resid_pre", "attn_out", "mlp_out", "attn.q", "attn.k", "attn.v", "attn.z"]
     with attach(w.model):
         runner = HookedRunner(w.model)
         keeps = keeps_heads(w)
-        if not keeps or w.name == "doge":  # whose masks of later steps read values
+        # In doge, the masks of later steps depend on the values.
+        if not keeps or w.name == "doge":
             sites.remove("attn.k")
             sites.remove("attn.v")
         if not keeps:
@@ -338,7 +355,7 @@ def generation(w):
 
 
 def one_config(w):
-    """Another model of the same config object is not attached with it."""
+    """Check that `attach` does not change another model that has the same config object."""
     config = config_of(w.name)
     one = made(w.name, config=config)
     two = copy.deepcopy(one, {id(config): config})
@@ -352,7 +369,7 @@ def one_config(w):
 
 
 def seen(model):
-    """Everything that `attach` could leave behind."""
+    """Return everything that `attach` could leave behind in a model, to compare it."""
     state = {name: (id(module), dict(vars(module))) for name, module in model.named_modules()}
     inner = {
         name: {k: dict(v) for k, v in fields.items() if isinstance(v, dict)}
@@ -385,7 +402,11 @@ JOBS = [points, logits, everywhere, carried, padding, generation, one_config, re
 
 
 def pytest_generate_tests(metafunc):
-    """Every job on every architecture with --full; otherwise two jobs on each, in turn."""
+    """Make the cases: a job is one of the checks above, and runs on one architecture.
+
+    With --full, every job runs on every architecture. Otherwise two jobs run on each architecture,
+    and the next architecture gets other jobs.
+    """
     count = len(JOBS) if metafunc.config.getoption("full") else 2
     cases = [
         (name, JOBS[(n + i * 3) % len(JOBS)]) for n, name in enumerate(MODELS) for i in range(count)

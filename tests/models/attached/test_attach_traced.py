@@ -1,5 +1,7 @@
-"""Attached models with attention code of their own, compared with raw hooks on a copy without
-points.
+"""Attached models that compute attention with code of their own.
+
+`attach` finds scores and patterns by tracing this code. The reference is a copy of the model
+without points, with PyTorch's own hooks.
 """
 
 import contextlib
@@ -34,7 +36,8 @@ from tests.models.attached.kinds import in_form
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 TOKENS = torch.randint(3, VOCAB, (BATCH, POS), generator=torch.Generator().manual_seed(1))
-HEAD, AT, KEY = 1, 4, 2  # the head, the position and the earlier one that are edited
+# The head, the position of the query and the earlier position of the key that are edited.
+HEAD, AT, KEY = 1, 4, 2
 
 
 def changed(name, attention=None, **changes):
@@ -54,8 +57,8 @@ VARIANTS = {
     "falcon one-key eager": lambda: changed("falcon", "eager", multi_query=True, **OLD),
 }
 
-# Where attention is in a block, the last map in it, and the maps that make queries, keys and
-# values.
+# The names of the module of attention in a block, of its last linear map, and of the maps that
+# compute queries, keys and values.
 SEPARATE, FUSED = ("q_proj", "k_proj", "v_proj"), "query_key_value"
 FAMILIES = {
     "bloom": ("self_attention", "dense", FUSED),
@@ -78,13 +81,13 @@ def model_of(kind):
 
 
 def inside(model, kind, part):
-    """A module inside layer 1's attention."""
+    """Return a module of the attention in layer 1."""
     blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
     return blocks[1].get_submodule(f"{FAMILIES[kind.split()[0]][0]}.{part}")
 
 
 def made_by(model, kind, name):
-    """The map that makes queries, keys or values, and the first of its columns for the head."""
+    """Return the map that computes queries, keys or values, and the index of the head in it."""
     family, at = kind.split()[0], "qkv".index(name)
     maps = FAMILIES[family][2]
     if maps == SEPARATE:
@@ -95,7 +98,8 @@ def made_by(model, kind, name):
         start = HEAD * 3 + "qvk".index(name)
     elif "one-key" in kind:
         start = (HEAD, HEADS, HEADS + 1)[at]
-    elif family == "falcon" and "alibi" not in kind:  # two heads with one key
+    # Here, two heads of Falcon share one key.
+    elif family == "falcon" and "alibi" not in kind:
         start = (HEAD, 2, 3)[at]
     else:
         start = HEAD * 3 + at
@@ -103,7 +107,10 @@ def made_by(model, kind, name):
 
 
 def heads_of(kind, name):
-    """The edit's heads. Falcon repeats keys before they reach the points."""
+    """Return the axis and the heads for an edit of `HEAD`.
+
+    Falcon repeats shared keys before they reach the points, so several heads must be edited.
+    """
     if name == "q" or not kind.startswith("falcon") or "alibi" in kind:
         heads = [HEAD]
     else:
@@ -134,7 +141,10 @@ def size(model):
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_a_head_of_queries_keys_or_values(kind, name):
-    """Scaled at a point it is the head scaled where it is made: rotations are linear."""
+    """Scaling a head at its point equals scaling it in the output of the map that computes it.
+
+    The rotation of rotary positions is between the two, but it is linear.
+    """
     model = model_of(kind)
     twin, d = copy.deepcopy(model), size(model)
     module, start = made_by(twin, kind, name)
@@ -152,7 +162,9 @@ def test_a_head_of_queries_keys_or_values(kind, name):
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_a_head_without_an_output(kind):
-    """z or the pattern of a head set to zero is the same columns of what the last map reads."""
+    """Setting `z` or the pattern of a head to zero equals setting the columns of this head to zero
+    in the input of the last map.
+    """
     model = model_of(kind)
     twin, d = copy.deepcopy(model), size(model)
 
@@ -174,15 +186,15 @@ def test_one_score(kind, monkeypatch):
     twin = copy.deepcopy(model)
     if kind in ("falcon", "falcon one-key"):
         twin.config._attn_implementation = "eager"
-    # Falcon's eager code adds the slopes twice, so the number is added to the mask of the fused
-    # function.
+    # Falcon's eager code adds the slopes of ALiBi twice. So use the fused function as the reference
+    # for Falcon with ALiBi, and add the number to its mask.
     name, at = ("scaled_dot_product_attention", 3) if kind == "falcon alibi" else ("softmax", 0)
     function, calls = getattr(F, name), []
 
     def with_more(*args, **kwargs):
         args = [*args, *(kwargs.pop(name) for name in ("attn_mask",) if name in kwargs)]
         calls.append(args)
-        if len(calls) == 2:  # layer 1
+        if len(calls) == 2:  # the second call is in layer 1
             args[at] = args[at].clone()
             args[at].view(BATCH, HEADS, POS, POS)[:, HEAD, AT, KEY] += 1.7
         return function(*args, **kwargs)
@@ -202,7 +214,9 @@ def test_one_score(kind, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_values_are_those_of_the_model(kind):
-    """Values equal the computed values; scores and patterns follow from queries and keys."""
+    """The point `v` equals the output of its map. Scores and patterns are computed from `q` and `k`
+    by hand.
+    """
     model, kept = model_of(kind), []
     module, start = made_by(model, kind, "v")
     module.register_forward_hook(lambda m, args, output: kept.append(output.clone()))
@@ -212,10 +226,12 @@ def test_values_are_those_of_the_model(kind):
     columns, head = kept[-1][..., start * d : (start + 1) * d], heads_of(kind, "v")["kv_head"][0]
     assert torch.equal(cache["v", 1][:, :, head], columns)
     q, k, scores, pattern = (cache[name, 1].double() for name in ("q", "k", "scores", "pattern"))
-    unscaled = kind.startswith(("gpt_neo ", "xglm")) or kind == "gpt_neo"  # or scaled before
+    # These models do not scale scores, or scale queries before they reach the point.
+    unscaled = kind.startswith(("gpt_neo ", "xglm")) or kind == "gpt_neo"
     products = torch.einsum("bqhd,bkhd->bhqk", q, k.expand_as(q))
     close(scores, products * (1 if unscaled else d**-0.5))
-    if "alibi" not in kind and kind not in ("bloom", "mpt", "gpt_neo"):  # no window, no slopes
+    # Only for models without a window and without slopes, which add to the scores.
+    if "alibi" not in kind and kind not in ("bloom", "mpt", "gpt_neo"):
         hidden = torch.ones(POS, POS, dtype=torch.bool).triu(1)
         close(pattern, scores.masked_fill(hidden, -torch.inf).softmax(-1))
 
@@ -252,13 +268,14 @@ def test_hooks_everywhere_change_nothing(kind, setting):
     if setting == "bfloat16":
         assert cache["pattern", 1].dtype == torch.bfloat16
     rounded = setting in ("bfloat16", "autocast")
-    if twin.config._attn_implementation == "sdpa" and kind.startswith("falcon"):  # two kernels
+    # With hooks, Falcon's sdpa is replaced by another kernel.
+    if twin.config._attn_implementation == "sdpa" and kind.startswith("falcon"):
         close(output.logits.float(), theirs.float(), tolerance=0.02 if rounded else 3e-6)
     else:
         assert torch.equal(output.logits, theirs)
 
 
-CACHED = [kind for kind in KINDS if kind != "openai-gpt"]  # which has no cache
+CACHED = [kind for kind in KINDS if kind != "openai-gpt"]  # openai-gpt has no cache of keys
 
 
 @pytest.mark.sampled(8)
@@ -267,7 +284,11 @@ CACHED = [kind for kind in KINDS if kind != "openai-gpt"]  # which has no cache
 @pytest.mark.parametrize("kind", CACHED)
 @torch.no_grad()
 def test_pieces_in_a_cache_are_the_whole_text(kind, static, dtype):
-    """Edited keys stay edited for later queries, also if the model multiplies copies in float32."""
+    """A text that is read in pieces has the logits of the whole text, with the same edits.
+
+    Keys that are edited in one piece stay edited for later pieces, even if the model computes its
+    products with copies of the keys in float32.
+    """
     if static and kind in ("gpt_neo", "falcon alibi", "falcon alibi eager"):
         pytest.skip("the model itself gives other numbers in a static cache, or fails")
     if kind == "xglm" and dtype == torch.float64:
@@ -287,7 +308,8 @@ def test_pieces_in_a_cache_are_the_whole_text(kind, static, dtype):
 
     try:
         in_pieces()
-    except (RuntimeError, TypeError) as error:  # in older versions
+    # The model fails in older versions of the library.
+    except (RuntimeError, TypeError) as error:
         pytest.skip(f"the model itself fails: {error}")
     with attach(model):
         runner = HookedRunner(model)
@@ -338,7 +360,7 @@ def test_sweeps_and_lazy_caches(kind):
 
 
 @pytest.mark.skipif(torch.__version__ < "2.9.9", reason="PyTorch 2.9 cannot trace hooks of a class")
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of the compiler's imports
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # the compiler imports it
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["gpt_neo", "xglm", "falcon"])
 @torch.no_grad()
@@ -366,12 +388,12 @@ def test_hooks_are_confined_to_their_thread_and_run():
             thread.start()
             thread.join()
             assert not torch.equal(logits(model), plain)
-        runner.capture(TOKENS, names="blocks.0.attn.scores")  # stops within the module
+        # This capture stops in the middle of the module.
+        runner.capture(TOKENS, names="blocks.0.attn.scores")
         seen = []
         with runner.hooks({"blocks.1.attn.q": lambda q, point: seen.append(q.softmax(-1) @ q.mT)}):
-            assert torch.equal(
-                logits(model), plain
-            )  # products inside a hook do not belong to the model
+            # The products inside a hook are not the attention of the model.
+            assert torch.equal(logits(model), plain)
         assert len(seen) == 1
     assert torch.equal(found[0], plain)
     assert torch.equal(logits(model), plain)
@@ -409,9 +431,9 @@ def test_copies_have_points_of_their_own_and_are_detached(form):
 @pytest.mark.parametrize("relative", [False, True])
 @torch.no_grad()
 def test_an_encoder_whose_last_map_is_elsewhere(relative):
-    """Without relative positions, DeBERTa's attention is three products.
+    """Without relative positions, DeBERTa's attention has a form that `attach` recognises.
 
-    With them it has more, and no points.
+    With relative positions, it has more products, so `scores` and `pattern` have no points.
     """
     sizes = {n: v for n, v in SIZES.items() if n.startswith(("vocab", "hidden", "num", "inter"))}
     config = transformers.DebertaV2Config(

@@ -1,5 +1,5 @@
-"""Points of mixtures of experts, beside raw hooks and plain arithmetic on a copy that is not
-attached.
+"""Points of mixtures of experts. The reference is a copy of the model that is not attached, with
+PyTorch's own hooks and with plain arithmetic.
 """
 
 import copy
@@ -75,7 +75,7 @@ def test_edits_are_those_of_raw_hooks(kind):
     model = made(kind)
     twin = copy.deepcopy(model)
     (_, index, _), _, plain = call_of(twin)
-    at = POS + 3  # the second text
+    at = POS + 3  # position 3 of the second text, in rows of all tokens
     first, other = int(index[at, 0]), next(n for n in range(N) if n not in index[at])
 
     def cut(x, index, weights):
@@ -108,7 +108,7 @@ def test_edits_are_those_of_raw_hooks(kind):
 
 
 def test_experts_that_read_vectors_times_their_weights():
-    """Llama 4 gives each expert all vectors, 0 where it was not chosen."""
+    """In Llama 4, each expert reads all vectors. They are 0 where the expert was not chosen."""
     model = made("llama4_text")
     twin = copy.deepcopy(model)
     _, output, _ = call_of(twin)
@@ -127,7 +127,8 @@ def test_experts_that_read_vectors_times_their_weights():
     with experts_of(twin).register_forward_hook(without):
         expected = logits(twin)
     assert torch.equal(edited(model, {names[0]: edits.zero(expert=3)}), expected)
-    # The model adds to the output of the shared expert, and the tensor of an edit does not change.
+    # The model adds to the output of the shared expert in place. An edit puts another tensor there,
+    # and this tensor must not change.
     before = cache[names[1]].clone()
     edited(model, {names[1]: edits.replace(cache)})
     assert torch.equal(cache[names[1]], before)
@@ -151,7 +152,7 @@ def test_the_shared_expert_is_edited_behind_its_gate(kind):
 def test_the_router_is_the_first_map_and_its_edits_choose(kind):
     model = made(kind)
     twin = copy.deepcopy(model)
-    # jetmoe's attention has a router too.
+    # Take the router of the MLP, because the attention of jetmoe has a router too.
     named = (
         (name, getattr(module, "weight", None), module) for name, module in twin.named_modules()
     )
@@ -213,7 +214,8 @@ def test_settings(kind, form):
     model = made(kind)
     if form == "bfloat16":
         model = model.bfloat16()
-        model.set_experts_implementation("eager")  # others need sizes of 16 bytes
+        # Other implementations need sizes of 16 bytes.
+        model.set_experts_implementation("eager")
     if form == "batched_mm":
         model.set_experts_implementation("batched_mm")
     twin = copy.deepcopy(model)
@@ -296,7 +298,8 @@ def test_points_that_would_not_hold_are_left_out(part, code, point, why):
         assert f"{MLP}.{point.removeprefix('mlp.')}" not in HookedRunner(model).points
 
 
-# Hybrids: each block is one mixer, or contains mixers of several kinds.
+# Hybrid models: a block is a single mixer (attention, a state space or an MLP), or contains mixers
+# of several kinds.
 MAMBA = dict(mamba_n_heads=4, mamba_d_head=12, mamba_n_groups=1, mamba_d_state=6, mamba_d_conv=3)
 NEMOTRON = dict(
     layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "moe"],
@@ -333,7 +336,7 @@ def hybrid(name, monkeypatch):
 
 
 def drawn_again(model, seed):
-    """Draw other weights, as `made` draws the first ones."""
+    """Replace the weights of a model by new random weights from the distribution of `made`."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
@@ -341,7 +344,9 @@ def drawn_again(model, seed):
 
 
 def test_names_do_not_depend_on_the_weights(monkeypatch):
-    """Other positions of an expert change by rounding where one leaves its group."""
+    """An expert computes all its positions in one product. If one position goes to another expert,
+    the product has another size, and the results of all other positions may round differently.
+    """
     kinds = ["linear_attention", "moe", "full_attention", "mlp"]
     sizes = NEMOTRON | dict(layers_block_type=kinds, num_hidden_layers=4)
     monkeypatch.setitem(attachable.MODELS, "nemotron_h", sizes)
@@ -355,7 +360,7 @@ def test_names_do_not_depend_on_the_weights(monkeypatch):
             moved += not torch.equal(changed[:, 1:], mixture(x)[:, 1:])
         with attach(model) as attached:
             names.add((*HookedRunner(model).points, *attached.left_out))
-    assert moved > 0  # otherwise no draw would show the effect of rounding
+    assert moved > 0  # with some of the weights, other positions did round differently
     ((*points,),) = names
     expected = ["0.mixer_out", "1.mlp_out", "2.attn_out", "3.mlp_out"]
     assert [n for n in points if n.startswith("blocks.") and n.endswith("_out")] == [
@@ -388,7 +393,8 @@ def test_what_a_mixture_adds_is_the_sum_of_its_points(name, monkeypatch):
     assert torch.equal(rows[".chosen"], index)
     assert torch.equal(rows[".routing"].gather(1, index), weights)
     half = 0.5 if name == "mean" else 1.0
-    if name == "granite":  # its block adds the sum of two modules
+    # The block of granite adds the sum of two modules to the stream.
+    if name == "granite":
         assert {"mlp.shared", "mlp_out"} <= {*attached.left_out}
         assert ".shared" not in rows
     else:
@@ -397,7 +403,8 @@ def test_what_a_mixture_adds_is_the_sum_of_its_points(name, monkeypatch):
         assert "mlp.shared" not in attached.left_out
         whole = given["mixture"][1].flatten(0, -2)
         agree(rows["_out"], whole)
-    if name.startswith("latent"):  # the sum of the experts goes through another map
+    # Here the sum of the experts goes through another map, so experts have no outputs in d_model.
+    if name.startswith("latent"):
         assert "mlp.experts" in attached.left_out
         assert ".experts" not in rows
         return
@@ -413,7 +420,7 @@ def test_what_a_mixture_adds_is_the_sum_of_its_points(name, monkeypatch):
 
 
 def test_a_router_whose_logits_are_all_alike_has_a_point(monkeypatch):
-    """A router before training: all logits are equal, so their order is arbitrary."""
+    """Before training, all logits of a router may be equal. The order of experts is then arbitrary."""
     model = made("mixtral")
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -425,7 +432,7 @@ def test_a_router_whose_logits_are_all_alike_has_a_point(monkeypatch):
 
 
 class Latest(torch.autograd.Function):
-    """The mean of all positions so far, by code without a derivative."""
+    """A function that returns the mean of all positions so far. It has no derivative."""
 
     @staticmethod
     def forward(context, x):
@@ -433,7 +440,7 @@ class Latest(torch.autograd.Function):
 
 
 class Mixer(torch.nn.Module):
-    """A mixer of positions, or an MLP, whose last module is the same."""
+    """A module that either mixes positions or is an MLP. Both forms have the same submodules."""
 
     def __init__(self, how, share):
         super().__init__()

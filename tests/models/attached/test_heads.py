@@ -1,5 +1,6 @@
-"""Models with other heads than a language model, on padded batches: each row equals the
-row alone.
+"""Classifiers and other models whose output is not a language model's, on padded batches.
+
+Each text in a batch has the result of the text alone.
 """
 
 import pytest
@@ -39,7 +40,7 @@ def tokenizer():
 
 
 def made(name, **options):
-    """A random model in float64, such as `LlamaForTokenClassification`."""
+    """Return a random model of a class, such as `LlamaForTokenClassification`, in float64."""
     kind = getattr(transformers, name)
     torch.manual_seed(0)
     model = kind(kind.config_class(**SIZES | options)).double().eval()
@@ -50,7 +51,10 @@ def made(name, **options):
 
 
 def first_logits(output):
-    """The logits of a head; of the beginning of answers where a head finds answers in a text."""
+    """Return the logits of an output.
+
+    A model that finds answers in a text has two kinds of logits. Return the logits of the start.
+    """
     starts = getattr(output, "start_logits", None)
     return logits_of(output) if starts is None else starts
 
@@ -59,7 +63,7 @@ HEADS = {
     "LlamaForSequenceClassification": dict(num_labels=3),
     "LlamaForTokenClassification": dict(num_labels=3),
     "LlamaForQuestionAnswering": {},
-    "GPT2ForSequenceClassification": dict(num_labels=1),  # a reward
+    "GPT2ForSequenceClassification": dict(num_labels=1),  # one number, as in a reward model
     "GPTNeoXForSequenceClassification": dict(num_labels=2),
     "BertForSequenceClassification": dict(num_labels=3),
     "BertForTokenClassification": dict(num_labels=2),
@@ -94,7 +98,7 @@ def test_each_row_gets_what_it_gets_alone(name, side):
 
 
 def good_over_bad(logits):
-    """The last class over the first; a classifier has one position."""
+    """Return the logit of class 2 minus the logit of class 0. A classifier has one position."""
     return logits[:, -1, 2] - logits[:, -1, 0]
 
 
@@ -118,7 +122,8 @@ def test_texts_that_stream_are_padded_with_the_token_of_the_model():
     attached = attach(model)
     text = padded([[5, 6, 7], [8, 9]], model, range(2))
     assert text.tokens.tolist() == [[5, 6, 7], [8, 9, PAD]]
-    # The config comes before the tokenizer, because heads read it. An impossible token is ignored.
+    # The padding token of the config is used before the tokenizer's, because classifiers read it.
+    # A token outside of the vocabulary is ignored.
     attached.tokenizer = tokenizer()
     for config, expected in ((3, 3), (-1, PAD), (len(WORDS), PAD), (None, PAD)):
         model.config.pad_token_id = config
@@ -129,7 +134,8 @@ def test_texts_that_stream_are_padded_with_the_token_of_the_model():
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_model_that_mixes_padding_in_says_so(side):
-    model = made("FNetForTokenClassification")  # a Fourier transform along the positions
+    # FNet computes a Fourier transform along the positions, with padding.
+    model = made("FNetForTokenClassification")
     attached = attach(model)
     batch = attached.to_tokens([[5, 6, 7], [8, 9]], side=side)
     with pytest.raises(ValueError, match=f"one length.*padding on the {side}"):
@@ -149,7 +155,10 @@ def test_a_model_that_convolves_over_the_end_of_a_text_says_so():
 
 @torch.no_grad()
 def test_several_choices_for_each_text():
-    """Their tokens are [batch, choice, pos]; blocks see a row for each choice."""
+    """The tokens of a model for multiple choice are [batch, choice, pos].
+
+    Its blocks read a batch with one row for each choice.
+    """
     model = made("BertForMultipleChoice")
     choices = [[[5, 6, 7, 8], [9, 5]], [[7, 7, 10], [6]]]
     tokens = torch.tensor([[row + [PAD] * (4 - len(row)) for row in text] for text in choices])
@@ -175,7 +184,7 @@ def test_several_choices_for_each_text():
         ("LlamaForCausalLM", True),
         ("BertForMaskedLM", False),
         ("BertForTokenClassification", False),
-        ("LlamaForSequenceClassification", True),  # without logits at each position
+        ("LlamaForSequenceClassification", True),  # has no logits for each position
         ("BertForSequenceClassification", True),
     ],
 )
@@ -204,7 +213,7 @@ def test_answers_of_a_masked_language_model_are_at_its_mask_token():
     assert read[1:].pos.tolist() == [-4]
     result = activation_patching(model, pairs, "resid_post", over=["layer"])
     torch.testing.assert_close(result.base, torch.stack(expected))
-    # The last block's stream at the mask token is all that the answer depends on.
+    # The answer depends only on the stream after the last block at the mask token.
     at_mask = activation_patching(model, pairs, "resid_post", layers=1, over=["layer"])
     torch.testing.assert_close(at_mask.values[0], result.target - result.base)
     given = Pairs(MASKED, UNMASKED, ANSWERS, pos=[2, 0])
@@ -260,8 +269,9 @@ SEQUENCES = {
 @pytest.mark.parametrize("name", SEQUENCES)
 @torch.no_grad()
 def test_a_decoder_that_copies_the_text_of_its_encoder_never_reads_padding(name):
-    """Without `decoder_input_ids`, these decoders read `input_ids`, shifted by one, with unmasked
-    padding.
+    """Without `decoder_input_ids`, the decoders of these models read `input_ids`, shifted by one.
+
+    Padding of `input_ids` is not masked in the decoder. On the left, it must raise an error.
     """
     model = made(name, **SEQUENCES[name], decoder_start_token_id=2)
     row = torch.tensor([[5, 7, 9, 4, 11]])
@@ -279,7 +289,8 @@ def test_a_decoder_that_copies_the_text_of_its_encoder_never_reads_padding(name)
     with pytest.raises(ValueError, match="must be given decoder_input_ids"):
         model(input_ids=left, attention_mask=mask, decoder_input_ids=None)
     if name.startswith("Bart"):
-        # Its encoder counts positions from the first column, so padding on the left is an error
+        # The encoder of BART counts positions from the first column, so padding on the left is an
+        # error anyway.
         return
     decoded = torch.tensor([[2, 5, 7]])
     expected = first_logits(model(row, decoder_input_ids=decoded))

@@ -1,5 +1,6 @@
-"""Transformers that were written elsewhere: points by the same probing, or at modules that the user
-names.
+"""Transformers that are not models of `transformers`.
+
+`attach` finds their points by the same tests of values, or at modules that the user names.
 """
 
 import copy
@@ -24,7 +25,10 @@ TOKENS = torch.tensor([[3, 1, 4, 15, 9], [2, 6, 5, 3, 22]])
 
 
 class Mixing(nn.Module):
-    """Attention in a class with another name. Its einsum is not recognised."""
+    """Attention in a class with an unusual name.
+
+    With `einsum`, it computes its products by einsum, a form that `attach` does not recognise.
+    """
 
     def __init__(self, einsum):
         super().__init__()
@@ -151,7 +155,10 @@ def test_analyses_of_a_transformer_without_a_config():
 
 
 class TwoLists(Mine):
-    """A smaller list of layers after the blocks, as heads for later tokens are."""
+    """A model with a second, shorter list of layers after its blocks.
+
+    Some models have such layers to predict later tokens.
+    """
 
     def __init__(self):
         super().__init__()

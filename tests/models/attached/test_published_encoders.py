@@ -18,7 +18,8 @@ from models import attach
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
-REACTION = "[CLS] C C ( = O ) O . O C C >> C C ( = O ) O C C [SEP]"  # an ester is made
+# A reaction of an acid and an alcohol to an ester.
+REACTION = "[CLS] C C ( = O ) O . O C C >> C C ( = O ) O C C [SEP]"
 HEAVY = "EVQLVESGGGLVQPGGSLRLSCAASGFTFSSYAMSWVRQAPGKGLEWVSAISGSGGSTYYADSVKG"
 RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 
@@ -31,7 +32,7 @@ def folder(package, inner):
 
 
 def loaded(path):
-    """The model for masked tokens, each of its weights from the file."""
+    """Return the masked language model in a folder, and check that no weight is missing."""
     model = transformers.BertForMaskedLM(transformers.BertConfig.from_pretrained(path)).eval()
     held = torch.load(path / "pytorch_model.bin", weights_only=True, map_location="cpu")
     bias = held.get("cls.predictions.bias")
@@ -45,15 +46,16 @@ def reactions():
     path = folder("rxnfp", "models/transformers/bert_pretrained")
     words = (path / "vocab.txt").read_text().split()
     tokens = torch.tensor([[words.index(word) for word in REACTION.split()]])
-    second_oxygen = 15  # its bond in the product
+    second_oxygen = 15  # the position of this atom in the product
     return loaded(path), tokens, words.index("[MASK]"), second_oxygen
 
 
 def antibodies():
     path = folder("antiberty", "trained_models/AntiBERTy_md_smooth")
-    # Its vocabulary: [PAD], [UNK], [CLS], [SEP], [MASK] and the residues by letter.
+    # The vocabulary is [PAD], [UNK], [CLS], [SEP], [MASK], and the residues by letter.
     tokens = torch.tensor([[2, *(5 + RESIDUES.index(residue) for residue in HEAVY), 3]])
-    return loaded(path), tokens, 4, 1 + HEAVY.index("CAAS")  # the cysteine that all antibodies have
+    cysteine = 1 + HEAVY.index("CAAS")  # all antibodies have this cysteine
+    return loaded(path), tokens, 4, cysteine
 
 
 MODELS = {"reactions": reactions, "antibodies": antibodies}

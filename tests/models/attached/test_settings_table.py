@@ -73,7 +73,7 @@ def adapted(kind, **options):
 
 
 def quantised(package, **options):
-    """A model that `transformers` quantises while it loads."""
+    """Return a model that `transformers` quantises while it loads."""
     with tempfile.TemporaryDirectory() as folder:
         llama().save_pretrained(folder)
         return transformers.LlamaForCausalLM.from_pretrained(folder, **options).eval()
@@ -149,13 +149,14 @@ SETTINGS = {
 
 
 def inner(model):
-    """The model inside an adapter's wrapper."""
+    """Return the model inside the wrapper of an adapter, or the model itself."""
     return getattr(model, "get_base_model", lambda: model)()
 
 
 def raw(model, change=None):
-    """Return the logits and the output of the first block, in a run whose raw hook changes this
-    output.
+    """Run a model with a raw hook that changes the output of the first block by `change`.
+
+    Return the logits and this output.
     """
     seen = {}
 

@@ -1,4 +1,7 @@
-"""Streams whose positions are not those of the tokens are refused, each for its own reason."""
+"""`attach` rejects models whose residual streams do not have the positions of the tokens.
+
+The error gives the reason.
+"""
 
 import pytest
 import torch
@@ -87,7 +90,7 @@ def test_the_reason_is_the_model_s_own_and_no_adapter(kind):
     assert not any("hook_points" in vars(module) for module in model.modules())
 
 
-@pytest.mark.filterwarnings("ignore")  # of peft
+@pytest.mark.filterwarnings("ignore")  # peft gives warnings
 @pytest.mark.parametrize("kind", ["llama", "longformer"])
 def test_an_adapter_is_the_reason_only_where_the_base_model_has_none(kind):
     peft = pytest.importorskip("peft", reason="needs peft")
@@ -105,7 +108,7 @@ def test_an_adapter_is_the_reason_only_where_the_base_model_has_none(kind):
 
 
 class Joining(nn.Module):
-    """Blocks that see one position for each two tokens, or some number of them."""
+    """A model whose blocks see one position for two tokens, or a fixed number of positions."""
 
     def __init__(self, positions):
         super().__init__()

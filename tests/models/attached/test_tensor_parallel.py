@@ -1,8 +1,8 @@
-"""Models split over two processes by a tensor-parallel plan: the numbers of one process, or a
-refusal by name.
+"""Models that a tensor-parallel plan splits over two processes.
 
-`python -m tests.models.attached.test_tensor_parallel FOLDER RANK MODELS` is one of the two
-processes; the tests compare what both saved.
+The numbers equal the numbers of one process, or an error names the value that is split.
+`python -m tests.models.attached.test_tensor_parallel FOLDER RANK MODELS` runs one of the two
+processes and saves its results. The tests compare the results of both.
 """
 
 import os
@@ -22,8 +22,10 @@ pytestmark = pytest.mark.skipif(
     reason="needs transformers 5.24, and a PyTorch that runs in several processes",
 )
 
-WIDE = {"intermediate_size": 16, "moe_intermediate_size": 16}  # experts need parts of 16 bytes
-# A split of heads and neurons that is even, uneven, only of experts, absent; other norms
+# The part of an expert in each process must have a multiple of 16 bytes.
+WIDE = {"intermediate_size": 16, "moe_intermediate_size": 16}
+# Models whose heads and neurons are split evenly, unevenly or not at all, models of which only the
+# experts are split, and models with other norms.
 MODELS = {
     "llama": {"intermediate_size": 21, "_attn_implementation": "eager"},
     "gemma3_text": {},
@@ -41,7 +43,7 @@ EDITS = {
     "blocks.1.resid_pre": dict(pos=2),
 }
 UNATTACHED = {"captured", "lazy", "edited", "gradient", "planned"}
-# Errors in two processes.
+# The results that raise an error in two processes, for each model.
 REFUSED = {name: set[str]() for name in MODELS} | {
     "llama": UNATTACHED | {"only zeros"},
     "gemma3_text": {"edges"},
@@ -66,7 +68,7 @@ def result(call):
 
 
 def bare(model):
-    """Values of a model that is not attached, by the names of its modules."""
+    """Return results of a model that is not attached, by name."""
     from hooks import HookedRunner
 
     runner, found = HookedRunner(model), {}
@@ -89,7 +91,7 @@ def bare(model):
 
 
 def attached(model):
-    """Values, gradients, edits and analyses of an attached model."""
+    """Return values, gradients, edited runs and analyses of an attached model, by name."""
     import interp
     from hooks import HookedRunner
     from interp import edits
@@ -118,7 +120,7 @@ def attached(model):
 
 
 def longer(model):
-    """Return the slow observations of an attached model."""
+    """Return results of an attached model that take longer, by name."""
     import interp
     from hooks import HookedRunner
 
@@ -134,7 +136,7 @@ def longer(model):
 
 
 def observed(folder, name, **options):
-    """Return all observations of one model."""
+    """Load a model, and return all its results by name."""
     import models
     from hooks import HookedRunner
     from hooks.base import weights_hash
@@ -162,7 +164,7 @@ def observed(folder, name, **options):
 
 
 def wholes(rank):
-    """Whether values are found to be the same in both processes."""
+    """Return True for values that both processes have, and False for values that are split."""
     from hooks.base import is_whole
 
     mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -179,7 +181,7 @@ def wholes(rank):
 
 
 def work(folder, rank, *names):
-    """One of two processes."""
+    """Run one of the two processes, and save its results."""
     from transformers.distributed import DistributedConfig
 
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2")
@@ -195,9 +197,9 @@ def work(folder, rank, *names):
 
 @pytest.fixture(scope="module")
 def observations(tmp_path_factory, request):
-    """For each model, the observations of one process, and of each of two processes.
+    """For each model, the results of a single process, and of each of the two processes.
 
-    Without --full, two models.
+    Without --full, there are only two models.
     """
     folder = tmp_path_factory.mktemp("split")
     names = [*MODELS] if request.config.getoption("full") else ["llama", "mixtral"]
@@ -236,7 +238,8 @@ def agree(alone, split, what):
     )
 
 
-# This is one test, because each process of pytest with a part of it would start two more processes.
+# All models are in one test. If they were several tests, each process of pytest would run some of
+# them, and would start two more processes.
 def test_two_processes_give_the_numbers_of_one_or_refuse_by_name(observations):
     for name, (alone, *both) in observations.items():
         for found in both:

@@ -1,4 +1,7 @@
-"""Encoders, decoders and towers, against raw hooks on a copy that is not attached."""
+"""Encoders, decoders, and towers for images and sounds.
+
+The reference is a copy of the model that is not attached, with PyTorch's own hooks.
+"""
 
 import copy
 import io
@@ -35,7 +38,7 @@ def numbers(output):
 
 
 def blocks_of(model):
-    """The prefix of each stack's points, and the paths of its blocks."""
+    """Yield the prefix of the points of each stack, and the paths of its blocks."""
     paths = {module: path for path, module in model.named_modules()}
     for prefix in STACKS:
         owner = getattr(model, prefix.rstrip("."), None) if prefix else model
@@ -50,14 +53,14 @@ def attached_pair(name):
 
 
 def changed(twin, path, change, given):
-    """The twin's output while a raw hook changes a module's output."""
+    """Return the output of the copy in a run whose raw hook changes the output of a module."""
 
     def put(module, args, output):
         if isinstance(output, tuple):
             return (change(output[0]), *output[1:])
         return change(output)
 
-    # First, as transformers collects hidden states by hooks of its own.
+    # This hook must run first, because transformers collects hidden states with hooks of its own.
     handle = twin.get_submodule(path).register_forward_hook(put, prepend=True)
     try:
         return numbers(twin(**given))
@@ -66,7 +69,10 @@ def changed(twin, path, change, given):
 
 
 def together(value):
-    """With rows and positions on one axis: images of any sizes stand in a row in some models."""
+    """Return a value with the batch and the positions in one axis.
+
+    In some models, the patches of all images are in one axis, because images have different sizes.
+    """
     return value.reshape(-1, value.shape[-1])
 
 
@@ -95,7 +101,7 @@ def test_unhooked_numbers_are_the_models_and_removal_leaves_nothing(name):
 
 
 def raw_values(twin, given, modules):
-    """What modules read and gave in a run of the twin, by their paths, by raw hooks."""
+    """Return the inputs and outputs of modules in a run of the copy, recorded by raw hooks."""
     values, handles = {}, []
 
     def keep(path, what, value):
@@ -123,7 +129,7 @@ def raw_values(twin, given, modules):
 @every_model
 def test_streams_are_what_blocks_read_and_give(name):
     model, twin, _, given = attached_pair(name)
-    # Without patterns, so that both run the same kernels.
+    # Cache no patterns, so that the model and its copy run the same kernels.
     _, cache = HookedRunner(model).run_with_cache(**given, names=["*resid_pre", "*resid_post"])
     stacks = dict(blocks_of(model))
     wanted = {"encoder.", "decoder."} if seeing.ALL[name] in seeing.PAIRED else {""}
@@ -164,7 +170,8 @@ def test_points_hold_what_their_names_say(name):
         products = torch.einsum("bqhd,bkhd->bhqk", q, k)
         scale = (products * scores).sum() / products.square().sum()
         torch.testing.assert_close(products * scale, scores, atol=1e-5, rtol=1e-4)
-    if name == "bart":  # its norms read the sums
+    # In BART, norms read the sums, so the sums themselves have no points.
+    if name == "bart":
         return
     for mid in [name for name in cache if name.endswith(".resid_mid")]:
         parts = {part: cache.get(mid[:-3] + part) for part in ("pre", "mid_cross", "post")}
@@ -206,7 +213,7 @@ def test_edits_are_those_of_raw_hooks(name):
             if (z := f"{prefix}blocks.1.{attention}.z") not in cache:
                 continue
             if name == "qwen3_5" and not prefix:
-                continue  # whose map reads z times a gate
+                continue  # here the output map reads z times a gate
             flat, width = together(cache[z].flatten(2)), cache[z].shape[-1]
             reads_z = next(
                 path
@@ -325,7 +332,7 @@ def test_generation_under_edits_is_that_without_a_cache(name, point):
 
 
 @torch.no_grad()
-@pytest.mark.filterwarnings("ignore:.is_gradient")  # of peft
+@pytest.mark.filterwarnings("ignore:.is_gradient")  # peft causes this warning
 @pytest.mark.parametrize("make", [seeing.t5, seeing.bart], ids=["t5", "bart"])
 def test_an_adapter_on_an_encoder_with_a_decoder(make):
     peft = pytest.importorskip("peft", reason="needs peft")
@@ -347,9 +354,8 @@ def test_an_adapter_on_an_encoder_with_a_decoder(make):
         assert not torch.allclose(
             HookedRunner(model).run_with_hooks(**given, hooks=hooks).logits, plain
         )
-        with pytest.raises(
-            NeverFiredError, match="encoder"
-        ):  # none of these is missing without a reason
+        # The encoder does not run, and the error says so for its points.
+        with pytest.raises(NeverFiredError, match="encoder"):
             HookedRunner(model).run_with_cache(
                 **given, encoder_outputs=model.get_encoder()(**source)
             )

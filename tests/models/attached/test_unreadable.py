@@ -32,7 +32,7 @@ def test_a_model_that_names_a_parameter_as_its_embeddings():
     model = transformers.PerceiverForMaskedLM(transformers.PerceiverConfig(**sizes)).eval()
     with pytest.raises(AttachError, match=r"'perceiver.encoder.self_attends'.*run 2 times"):
         attach(model)
-    assert HookedRunner(model).points  # the model's own modules
+    assert HookedRunner(model).points  # without `attach`, submodules are points
 
 
 def test_embeddings_outside_of_the_encoder_fire_once():
@@ -147,7 +147,8 @@ def test_any_error_while_a_model_is_read_names_the_module(step, named, error, mo
     monkeypatch.undo()
     assert torch.equal(model(TOKENS).logits, logits)
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in before.items())
-    with attach(model):  # nothing was left there
+    # The failed attempt has left nothing on the model, so `attach` works now.
+    with attach(model):
         assert "blocks.0.attn_out" in HookedRunner(model).points
 
 
