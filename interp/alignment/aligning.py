@@ -199,7 +199,7 @@ def align(
     """
     fitted = Runs(model, pairs, direction)
     tested = Runs(model, test, direction)
-    answers = _answers(fitted.pairs, tested.pairs)
+    _require_answers(fitted.pairs, tested.pairs)
     points = [*named(fitted.runner, Choice(site, ("layer",), layers)).values()]
     positions = [pos] if isinstance(pos, int | str) else [*pos]
     learn = Fit(
@@ -213,11 +213,11 @@ def align(
     )
     if learn.features is not None:
         warn_of_place(fitted.runner, *((learn.features.place, name) for name in points))
-    places = _Places(fitted=fitted, tested=tested, answers=answers, learn=learn)
+    places = _Places(fitted=fitted, tested=tested, learn=learn)
     scores: list[Scores] = []
     learned: dict[tuple[str, Any], Featurizer] = {}
     losses: dict[tuple[str, Any], tuple[float, ...]] = {}
-    n_steps = 3 * len(points) * len(positions) * learn.steps(len(answers))
+    n_steps = 3 * len(points) * len(positions) * learn.steps(len(fitted.pairs))
     with progress_bar("steps of the fits", total=n_steps) as count:
         for name, position in product(points, positions):
             place = places.at(name, position, head=head, count=count)
@@ -284,7 +284,7 @@ class _Place:
     Attributes:
         train, test: the pairs.
         shuffled_train, shuffled_test: the same pairs, run on the model with shuffled weights.
-        drawn_answers: for each training pair, the answer of a random training pair.
+        drawn_train: the training pairs, each with the answer of a random training pair.
         learn: the settings.
         count: a function to call after each step of a fit.
     """
@@ -293,7 +293,7 @@ class _Place:
     test: InterchangeRuns
     shuffled_train: InterchangeRuns
     shuffled_test: InterchangeRuns
-    drawn_answers: Int[Tensor, "pair *two"]
+    drawn_train: InterchangeRuns
     learn: Fit
     count: Callable[[], object]
 
@@ -303,20 +303,18 @@ class _Places:
 
     Args:
         fitted, tested: runs of the training and the test pairs.
-        answers: the answers of the training pairs.
         learn: the settings of the fits.
     """
 
-    def __init__(
-        self, fitted: Runs, tested: Runs, answers: Int[Tensor, "pair *two"], learn: Fit
-    ) -> None:
+    def __init__(self, fitted: Runs, tested: Runs, learn: Fit) -> None:
         shuffled = _with_shuffled_weights(fitted.model, learn.seed)
         self._fitted = fitted
         self._tested = tested
         self._shuffled_fitted, self._shuffled_tested = (
             Runs(shuffled, runs.pairs, runs.direction) for runs in (fitted, tested)
         )
-        self._drawn_answers = answers[_drawn(fitted.pairs, learn.seed).to(answers.device)]
+        drawn_pairs = fitted.pairs.with_answers_of(_drawn(fitted.pairs, learn.seed))
+        self._drawn_fitted = Runs(fitted.model, drawn_pairs, fitted.direction)
         self._learn = learn
 
     def at(
@@ -341,7 +339,7 @@ class _Places:
             test=runs_at(self._tested),
             shuffled_train=runs_at(self._shuffled_fitted),
             shuffled_test=runs_at(self._shuffled_tested),
-            drawn_answers=self._drawn_answers,
+            drawn_train=runs_at(self._drawn_fitted),
             learn=self._learn,
             count=count,
         )
@@ -373,7 +371,7 @@ def _shuffled_answers(place: _Place, learned: Featurizer) -> Scores:
     """Fit a part to training pairs that have the answers of other pairs, and score it on the test
     pairs with their true answers.
     """
-    part, _ = place.learn(place.train.answering(place.drawn_answers), place.count)
+    part, _ = place.learn(place.drawn_train, place.count)
     return place.test.scores(part)
 
 
@@ -396,19 +394,15 @@ _CONTROLS: Mapping[str, Callable[[_Place, Featurizer], Scores]] = {
 }
 
 
-def _answers(pairs: Pairs, test: Pairs) -> Int[Tensor, "pair *two"]:
-    """Return the answers of the training pairs.
-
-    Raises:
-        ValueError: if pairs have no answers, or if a pair is in both `pairs` and `test`.
-    """
-    if pairs.answers is None or test.answers is None:
-        raise ValueError("pairs and test must have answers to align; got none")
+def _require_answers(pairs: Pairs, test: Pairs) -> None:
+    """Check that training and test pairs have answers, and that no pair is in both."""
+    for kind in (pairs, test):
+        if kind.answers is None and kind.continuations is None:
+            raise ValueError("pairs and test must have answers to align; got none")
     if both := {*pairs.digests()} & {*test.digests()}:
         raise ValueError(
             f"test pairs must differ from the training pairs; got {len(both)} pairs in both"
         )
-    return pairs.answers
 
 
 def _drawn(pairs: Pairs, seed: int) -> Int[Tensor, " pair"]:

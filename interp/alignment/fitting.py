@@ -68,7 +68,7 @@ class Fit:
         parameters = [*module.parameters()]
         optimizer = torch.optim.Adam(parameters, lr=self.rate)
         draw = torch.Generator().manual_seed(self.seed)
-        n = len(pairs.source)
+        n = len(pairs)
         last_step = max(1, self.steps(n) - 1)
         step = 0
         losses = []

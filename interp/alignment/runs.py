@@ -1,19 +1,20 @@
 """Run pairs with a part of a value at one point taken from the other text."""
 
-import copy
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, softplus
 
 from hooks import Point
 from hooks.base import Selection, Text, to_device, unknown_name
 from interp.alignment.featurizers import Featurizer
 from interp.inputs.token_positions import Position, last_real
-from interp.measuring import evaluate, last_of
+from interp.measuring import Metric, evaluate, last_of
+from interp.pairs.answers import per_example, prompts_of_rows, score_of_rows
 from interp.runs.gradients import Gradients
 from interp.runs.runs import Runs
 
@@ -55,7 +56,6 @@ class InterchangeRuns:
         self.runs = runs
         self.name = name
         self.batch = batch
-        self.answers = runs.pairs.answers
         points = runs.runner.points
         axes = points[name].axes if name in points else ()
         has_heads = "head" in axes or "kv_head" in axes
@@ -66,15 +66,15 @@ class InterchangeRuns:
                 f"heads; got {name} [{' '.join(axes)}] and head={head}"
             )
         self._head = () if head is None else (head,)
-        self._columns = _columns(runs.text, pos)
-        self.source = self._values(runs.other, _columns(runs.other, pos))
+        self._columns = _columns(runs.text, pos, runs.prompts)
+        source = runs.other
+        source_prompts = prompts_of_rows(runs.other_prompts, source)
+        self.source = self._values(source, _columns(source, pos, source_prompts))
         self.size: int = self.source.shape[-1]
 
-    def answering(self, answers: Int[Tensor, "batch *two"]) -> "InterchangeRuns":
-        """Return the same runs with other answers."""
-        runs = copy.copy(self)
-        runs.answers = answers
-        return runs
+    def __len__(self) -> int:
+        """Return the number of pairs."""
+        return len(self.runs.pairs)
 
     def base_values(self) -> Float[Tensor, "batch pos d"]:
         """Return the values of the base texts."""
@@ -123,17 +123,27 @@ class InterchangeRuns:
 
         return self.runs.logits({self.name: interchanged}, rows)
 
-    def loss(self, part: Featurizer, rows: Tensor) -> Float[Tensor, ""]:
+    def loss(self, part: Featurizer, rows: Int[Tensor, " pair"]) -> Float[Tensor, ""]:
         """Return the mean cross-entropy of the right answers.
 
-        The choices are all tokens or, if each pair has a right and a wrong answer, these two
-        tokens.
+        The choices are all tokens or, if each pair has a right and a wrong answer, these two. For
+        right answers of several tokens, it is minus the log-probability of the answer.
 
         Args:
             part: the part that is interchanged.
             rows: the numbers of the pairs.
         """
-        return cross_entropy(*self._choices(self._logits(part, rows), rows))
+        continuations = self.runs.pairs.continuations
+        if continuations is None:
+            return cross_entropy(*self._choices(self._logits(part, rows), rows))
+        answers = continuations.changed(lambda numbers: numbers[rows])
+        starts = torch.arange(continuations.n_answers)[:, None] * len(self)
+        rows_of_answers = (starts + rows).flatten()
+        metric = score_of_rows(answers, self.runs.text.rows(rows_of_answers))
+        logits = self._read(self._logits(part, rows_of_answers), rows_of_answers, metric)
+        scores = per_example(metric(logits), len(rows))
+        losses = softplus(-scores) if continuations.n_answers == 2 else -scores
+        return losses.mean()
 
     @cached_property
     def base(self) -> Float[Tensor, " example"]:
@@ -147,26 +157,36 @@ class InterchangeRuns:
 
     def _measured(self, part: Featurizer | None) -> tuple[Tensor, Tensor]:
         """Return the metric, with or without an interchanged part, and a mask of right answers."""
+        pairs = self.runs.pairs
         metric = self.runs.metric
-        text = self.runs.text
-        last = last_of(metric, text.of_logits.attention_mask)
+        greedy: Metric | None = None
+        if pairs.continuations is not None and pairs.continuations.n_answers == 1:
+            greedy = score_of_rows(replace(pairs.continuations, score="accuracy"), self.runs.text)
+        n_rows = len(self.runs.text.tokens)
         outputs, right = [], []
-        for start in range(0, len(text.tokens), self.batch):
+        for start in range(0, n_rows, self.batch):
             rows = slice(start, start + self.batch)
             logits = self._logits(part, rows)
-            outputs.append(last_real(logits, last, text.rows(rows).of_logits.attention_mask))
-            if self.answers is not None:
+            outputs.append(self._read(logits, rows, metric))
+            if pairs.continuations is None and pairs.answers is not None:
                 choices, wanted = self._choices(logits, rows)
                 right.append(choices.argmax(-1) == wanted)
-        values = evaluate(metric, torch.cat(outputs), len(text.tokens))
+        read = torch.cat(outputs)
+        values = self.runs.per_example(evaluate(metric, read, n_rows))
+        if greedy is not None:
+            return values, greedy(read).to(values)
+        if pairs.continuations is not None:
+            return values, (values > 0).to(values)
         return values, torch.cat(right).to(values) if right else values.new_empty(0)
 
-    def _choices(self, output: Tensor, rows: Any) -> tuple[Tensor, Tensor]:
-        """Return the logits that an answer is chosen from, and the index of the right answer.
+    def _read(self, logits: Tensor, rows: Any, metric: Metric) -> Float[Tensor, "rows _pos vocab"]:
+        """Return the logits of some rows at the positions that a metric reads."""
+        mask = self.runs.text.rows(rows).of_logits.attention_mask
+        last = last_of(metric, self.runs.text.of_logits.attention_mask)
+        return last_real(logits, last, mask)
 
-        They are the logits of all tokens or, if pairs have a right and a wrong answer, of these
-        two.
-        """
+    def _choices(self, output: Tensor, rows: Any) -> tuple[Tensor, Tensor]:
+        """Return the logits of all tokens or of two answers, and the index of the right answer."""
         pos = self.runs.pairs.pos
         if pos is None:
             pos = -1
@@ -174,15 +194,21 @@ class InterchangeRuns:
         mask = self.runs.text.rows(rows).of_logits.attention_mask
         logits = position(last_real(output, position.last, mask))
         # `align` raises an error if pairs have no answers.
-        assert self.answers is not None
-        answers = to_device(self.answers[rows], logits.device)
+        answers = to_device(self.runs.pairs.answers[rows], logits.device)
         if answers.ndim == 1:
             return logits, answers
         return logits.gather(1, answers), torch.zeros_like(answers[:, 0])
 
 
-def _columns(text: Text, pos: int | str) -> Int[Tensor, "batch n"]:
+def _columns(
+    text: Text, pos: int | str, prompts: Bool[Tensor, "batch column"]
+) -> Int[Tensor, "batch n"]:
     """Return the columns of a position or a span in each text.
+
+    Args:
+        text: the texts.
+        pos: the position, or the name of a span.
+        prompts: True at the tokens in which a position is counted.
 
     Raises:
         UnknownNameError: if the span is unknown.
@@ -192,5 +218,5 @@ def _columns(text: Text, pos: int | str) -> Int[Tensor, "batch n"]:
             raise unknown_name(pos, text.spans, "span of the pairs")
         return text.spans[pos].cpu()
     n_texts, n_pos = text.tokens.shape
-    columns = Selection.one_each(pos).columns(n_pos, "pos", batch=n_texts, real=text.real)
+    columns = Selection.one_each(pos).columns(n_pos, "pos", batch=n_texts, real=prompts)
     return columns.expand(n_texts, -1)

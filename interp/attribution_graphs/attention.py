@@ -111,13 +111,13 @@ def _rows_of_head(
     return Descent(run, targets, row=row_of_target).rows
 
 
-def without_each_head(run: FrozenRun, target: Targets, source: int) -> Float[Tensor, "layer head"]:
-    """Return, for each head, the effect of a source on a target if the paths through the head are
+def without_each_head(run: FrozenRun, targets: Targets, source: int) -> Float[Tensor, "layer head"]:
+    """Return, for each head, the effect of a source on a node if the paths through the head are
     cut.
 
     Args:
         run: the frozen run.
-        target: the target.
+        targets: the targets that add up to the node.
         source: the index of the source.
     """
     layers = len(run.graph.layers)
@@ -125,25 +125,28 @@ def without_each_head(run: FrozenRun, target: Targets, source: int) -> Float[Ten
     cut = run.logits.new_ones(layers * n_heads, layers, n_heads)
     cut.view(layers * n_heads, -1).fill_diagonal_(0)
     effects = []
+    n_targets = len(targets.pos)
     for part in cut.split(TARGETS_AT_ONCE):
-        copies = (field.expand(len(part), *field.shape[1:]) for field in target)
-        effects.append(run.rows(Targets(*copies), part))
+        copies = (field.repeat(len(part), *[1] * (field.ndim - 1)) for field in targets)
+        row = torch.arange(len(part), device=part.device).repeat_interleave(n_targets)
+        effects.append(run.rows(Targets(*copies), part, row))
     return torch.cat(effects)[:, source].view(layers, n_heads)
 
 
 def largest_cells(
-    run: FrozenRun, nodes: Sequence[Node], target: Targets, name: str, k: int
+    run: FrozenRun, nodes: Sequence[Node], targets: Targets, name: str, k: int
 ) -> list[AttentionCell]:
     """Return the scores that decide a target most; see `AttributionGraph.cells`.
 
     Args:
         run: the frozen run.
         nodes: all nodes of the graph.
-        target: the target.
-        name: the name of the node of the target.
+        targets: the targets that add up to the node.
+        name: the name of the node.
         k: the number of scores.
     """
-    effects_by_layer = Descent(run, target, attention=True, keep=True).cells
+    one_row = torch.zeros_like(targets.pos)
+    effects_by_layer = Descent(run, targets, attention=True, keep=True, row=one_row).cells
     largest = []
     for layer, effects in effects_by_layer.items():
         flat = effects.flatten()

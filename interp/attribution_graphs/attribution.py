@@ -20,10 +20,14 @@ from hooks.base import Texts, progress_bar, require_integer, shows_progress, wit
 from interp.attribution_graphs import influence
 from interp.attribution_graphs.descent import TARGETS_AT_ONCE, Descent, Targets
 from interp.attribution_graphs.frozen import FrozenRun
-from interp.attribution_graphs.targets import ChosenTargets, chosen_targets
+from interp.attribution_graphs.targets import ChosenTargets, chosen_targets, targets_of_answer
 from interp.attribution_graphs.traced import AttributionGraph
 from interp.attribution_graphs.transcoders import AnyTranscoders
+from interp.inputs.texts import text_for
 from interp.numbers.precision import finite
+from interp.pairs.answers import Continuations, rows_of_answers
+from interp.pairs.wording import has_several_tokens
+from interp.protocol import of
 
 # A graph with a larger gap is an error. Rounding causes smaller gaps, even in half precision.
 _LARGEST_GAP = 0.05
@@ -59,9 +63,12 @@ def attribution_graph(
         text: a single text, or its tokens.
         transcoders: the transcoders that `load_transcoders` returns, or dictionaries by
             `blocks.L.mlp_out`. They must be on the device of the logits.
-        targets: the maximum number of likely tokens, the text of a token, or a list of targets. In
-            a list, a text or a number is a token, a pair of tokens is the difference of their
-            logits, and three numbers are a feature, (layer, feature, pos). Default: 10.
+        targets: the maximum number of likely tokens, an answer, or a list of targets. An answer is
+            a text of one or several tokens, such as `" Paris, the city"`; the run then reads the
+            text and the answer, and the targets are the logit of each token at the position that
+            predicts it, and the sum of these logits. In a list, a text or a number is a token, a
+            pair of tokens is the difference of their logits, and three numbers are a feature,
+            (layer, feature, pos). Default: 10.
         desired_prob: likely tokens are chosen until the sum of their probabilities reaches this
             value. Default: 0.95.
         pos: the position of the logits. Default: -1.
@@ -79,9 +86,9 @@ def attribution_graph(
         The graph, with the effects [row, source] in the unit of the row's logit or pre-activation.
 
     Raises:
-        ValueError: for the same reasons as in `FrozenRun`; if the text of a target is several
-            tokens, a feature is not active, there are no targets, the position is outside the text,
-            a number is not finite, or effects do not add up.
+        ValueError: for the same reasons as in `FrozenRun`; if a text in a list of targets is
+            several tokens, a feature is not active, there are no targets, the position is outside
+            the text, a number is not finite, or effects do not add up.
         TypeError: for the same reasons as in `Graph`.
 
     Warns:
@@ -94,22 +101,28 @@ def attribution_graph(
     >>> graph.logits[0].label, graph.gap < 1e-5
     ('V', True)
     """
+    answer: tuple[int, ...] = ()
+    if isinstance(targets, str) and has_several_tokens(model, targets):
+        if pos != -1:
+            raise ValueError(f"pos must be left out if targets is an answer; got {pos}")
+        text, answer = _with_answer(model, text, targets)
     run = FrozenRun(model=model, text=text, transcoders=transcoders, first=first)
     n_pos = len(run.tokens)
     require_integer("pos", pos, least=-n_pos, most=n_pos - 1)
     pos %= n_pos
-    chosen = chosen_targets(model, run, targets=targets, desired_prob=desired_prob, pos=pos)
+    if answer:
+        chosen = targets_of_answer(run, answer)
+    else:
+        chosen = chosen_targets(model, run, targets=targets, desired_prob=desired_prob, pos=pos)
     if not chosen.logits and not chosen.features:
         raise ValueError("targets must contain at least one target; got none")
     n_features = max(len(chosen.features), min(max_features, len(run.layer)))
-    table = _Table(run=run, targets=chosen, pos=pos, n_features=n_features, attention=attention)
+    table = _Table(run=run, targets=chosen, n_features=n_features, attention=attention)
     bytes_each = _TENSORS * run.tokens.numel() * run.model.config.d_model * table.rows.itemsize
     batch = max(1, min(TARGETS_AT_ONCE, max_bytes // bytes_each))
     with progress_bar("rows of effects", total=len(table.rows)) as count:
         while table.n_filled < len(table.rows):
-            next_targets = table.next_targets(batch)
-            table.fill(next_targets)
-            count(len(next_targets.pos))
+            count(table.fill(*table.next_targets(batch)))
     graph = table.graph()
     if not (gap := max(graph.gap, graph.attention_gap if attention else 0.0)) <= _LARGEST_GAP:
         raise ValueError(
@@ -119,6 +132,19 @@ def attribution_graph(
     return graph
 
 
+def _with_answer(model: nn.Module, text: Texts, answer: str) -> tuple[Texts, tuple[int, ...]]:
+    """Return a text with all tokens of an answer except the last, and the tokens of the answer.
+
+    Args:
+        model: the model.
+        text: the text.
+        answer: the answer that continues the text.
+    """
+    (listed,) = of(model, "to_id").to_tokens(answer, bos=False).listed()
+    tokens = tuple(listed)
+    return rows_of_answers(text_for(model, text), Continuations(((tokens,),))), tokens
+
+
 class _Table:
     """Rows of effects, which are filled in batches: first the rows of logits, then the rows of
     features.
@@ -126,7 +152,6 @@ class _Table:
     Args:
         run: the frozen run.
         targets: the chosen targets.
-        pos: the position of the logits.
         n_features: the number of features that get a row.
         attention: whether to estimate also, in a second table, the effects of the sources through
             changes of attention patterns.
@@ -137,11 +162,10 @@ class _Table:
     """
 
     def __init__(
-        self, run: FrozenRun, targets: ChosenTargets, pos: int, n_features: int, attention: bool
+        self, run: FrozenRun, targets: ChosenTargets, n_features: int, attention: bool
     ) -> None:
         self._run = run
         self._targets = targets
-        self._pos = pos
         n_logits, n_named = len(targets.logits), len(targets.features)
         device = run.logits.device
         self.rows = run.logits.new_zeros(n_logits + n_features, run.n_sources)
@@ -157,17 +181,20 @@ class _Table:
         self._has_row = torch.zeros(len(run.layer), dtype=torch.bool, device=device)
         self._waiting = torch.tensor(targets.features, dtype=torch.long, device=device)
 
-    def next_targets(self, batch: int) -> Targets:
-        """Return the next targets, at most `batch`."""
+    def next_targets(self, batch: int) -> tuple[Targets, Int[Tensor, " target"] | None]:
+        """Return the targets of the next rows, at most `batch` rows, and the row of each target.
+
+        None stands for one row for each target.
+        """
         if self.n_filled < len(self._targets.logits):
-            directions = self._targets.directions[self.n_filled : self.n_filled + batch]
-            return self._run.of_logits(directions, self._pos)
+            terms = self._targets.terms.of(self.n_filled, self.n_filled + batch)
+            return self._run.of_logits(terms.weights, terms.pos), terms.node
         if not len(self._waiting):
             self._waiting = self._most_influential()
         features, self._waiting = self._waiting[:batch], self._waiting[batch:]
         self._has_row[features] = True
         self._column[self.n_filled : self.n_filled + len(features)] = features
-        return self._run.of_features(features)
+        return self._run.of_features(features), None
 
     def _most_influential(self) -> Int[Tensor, " feature"]:
         """Return the features without a row that have the most influence according to the filled
@@ -180,22 +207,31 @@ class _Table:
         order = of_features.argsort(descending=True, stable=True)
         return order[: min(TARGETS_AT_ONCE, len(self.rows) - self.n_filled)]
 
-    def fill(self, targets: Targets) -> None:
-        """Fill the next rows with the effects on some targets.
+    def fill(self, targets: Targets, row: Int[Tensor, " target"] | None) -> int:
+        """Fill the next rows with the effects on some targets, and return the number of rows.
+
+        Args:
+            targets: the targets.
+            row: the row of each target, counted from the first of these rows; see `next_targets`.
 
         Raises:
             ValueError: if an effect is not finite.
         """
-        place = slice(self.n_filled, self.n_filled + len(targets.pos))
-        self.rows[place] = finite(self._run.rows(targets), "effects")
-        self._totals[place] = targets.total
+        rows = finite(self._run.rows(targets, row=row), "effects")
+        place = slice(self.n_filled, self.n_filled + len(rows))
+        self.rows[place] = rows
+        if row is None:
+            self._totals[place] = targets.total
+        else:
+            self._totals[place].index_add_(0, row, targets.total)
         if self._by_attention is not None:
-            live = Descent(self._run, targets, attention=True)
-            extra = finite(live.rows, "effects by attention") - self.rows[place]
+            live = Descent(self._run, targets, attention=True, row=row)
+            extra = finite(live.rows, "effects by attention") - rows
             missed = (extra.sum(1) - live.moved).abs() / extra.abs().sum(1).clamp(min=1e-30)
             self._by_attention[place] = extra
             self._attention_gap = max(float(missed.max()), self._attention_gap)
         self.n_filled = place.stop
+        return len(rows)
 
     def graph(self) -> AttributionGraph:
         """Return the attribution graph with these rows."""
@@ -205,7 +241,7 @@ class _Table:
             column=self._column,
             weights=self._weights,
             logits=self._targets.logits,
-            directions=self._targets.directions,
+            terms=self._targets.terms,
             totals=self._totals,
             tokens=self._run.write(self._run.tokens.tolist()),
             by_attention=self._by_attention,

@@ -304,7 +304,9 @@ class FrozenRun:
         return Targets(*(torch.cat(part)[order.argsort()] for part in zip(*parts, strict=True)))
 
     @without_gradients
-    def of_logits(self, weights: Float[Tensor, "target vocab"], pos: int = -1) -> Targets:
+    def of_logits(
+        self, weights: Float[Tensor, "target vocab"], pos: int | Int[Tensor, " target"] = -1
+    ) -> Targets:
         """Return weighted sums of the logits at a position as targets.
 
         If the model caps its logits (a soft cap), these are the logits before the cap. The mean
@@ -313,12 +315,16 @@ class FrozenRun:
 
         Args:
             weights: the weight of each token's logit in each sum.
-            pos: the position of the logits. Default: -1.
+            pos: the position of the logits, or one for each sum. Default: -1.
         """
         direction, offset = self.of_vocabulary(weights)
-        at = self.tokens.new_full((len(weights),), pos % len(self.tokens))
+        at = self.tokens.new_zeros(len(weights)) + pos
         return self.targets(
-            self.final, 2 * len(self.graph.layers), pos=at, direction=direction, offset=offset
+            self.final,
+            2 * len(self.graph.layers),
+            pos=at % len(self.tokens),
+            direction=direction,
+            offset=offset,
         )
 
     def of_vocabulary(
@@ -345,8 +351,11 @@ class FrozenRun:
 
     @without_gradients
     def rows(
-        self, targets: Targets, strengths: Float[Tensor, "target layer head"] | None = None
-    ) -> Float[Tensor, "target source"]:
+        self,
+        targets: Targets,
+        strengths: Float[Tensor, "target layer head"] | None = None,
+        row: Int[Tensor, " target"] | None = None,
+    ) -> Float[Tensor, "row source"]:
         """Return the effect of each source on each target.
 
         Args:
@@ -354,8 +363,10 @@ class FrozenRun:
             strengths: for each target, the factors by which the paths through each head are
                 multiplied. The constants that attention adds after the heads keep the factor 1.
                 Default: 1.
+            row: the index of the row to which the effects on each target are added. Default: one
+                row for each target.
         """
-        return Descent(self, targets, strengths).rows
+        return Descent(self, targets, strengths, row=row).rows
 
     def targets(
         self,

@@ -22,6 +22,7 @@ from hooks import Point
 from hooks.base import at_least_float32, to_device, without_gradients
 from interp import edits
 from interp.attribution_graphs.frozen import FrozenRun
+from interp.attribution_graphs.targets import LogitTerms
 from interp.numbers.intervals import interval_text
 from interp.numbers.precision import finite, like
 
@@ -177,10 +178,7 @@ def _true_changes(
         values: the new values of features, by their indices among the active features.
         fixed: the last parts of the names of points whose values are frozen.
     """
-    pos = graph.logits[0].pos if graph.logits else -1
-    features, logits = true_values(
-        graph.run, values, directions=graph.directions, pos=pos, fixed=fixed
-    )
+    features, logits = true_values(graph.run, values, terms=graph.terms, fixed=fixed)
     of_logits = logits - graph.totals[: len(logits)]
     of_features = (features - graph.run.activation)[graph.column[len(logits) :]]
     return finite(torch.cat([of_logits, of_features]), "changes in the model")
@@ -232,8 +230,7 @@ def predicted_changes(
 def true_values(
     run: FrozenRun,
     values: Mapping[int, float],
-    directions: Float[Tensor, "logit vocab"],
-    pos: int,
+    terms: LogitTerms,
     fixed: Sequence[str] = (),
 ) -> tuple[Float[Tensor, " feature"], Float[Tensor, " logit"]]:
     """Run the model with features set to values.
@@ -248,7 +245,7 @@ def true_values(
         run: the frozen run.
         values: the new values of features, by the indices of the features among the active
             features.
-        directions, pos: the weights of logits and their position; see `FrozenRun.of_logits`.
+        terms: the weighted sums of logits.
         fixed: the last parts of the names of points whose values are frozen, such as `pattern`.
             Default: no points.
     """
@@ -286,5 +283,9 @@ def true_values(
         in_layer = run.layer == layer
         encoded = dictionary.encode(read[run.readings[layer].name])
         features[in_layer] = like(encoded[run.pos[in_layer], run.feature[in_layer]], features)
-    direction, offset = run.of_vocabulary(directions)
-    return features, like(read[run.final.name][pos], direction) @ direction.mT + offset
+    direction, offset = run.of_vocabulary(terms.weights)
+    stream = like(read[run.final.name][terms.pos], direction)
+    value_of_term = (stream * direction).sum(-1) + offset
+    n_nodes = int(terms.node.max()) + 1 if len(terms.node) else 0
+    logits = value_of_term.new_zeros(n_nodes).index_add(0, terms.node, value_of_term)
+    return features, logits

@@ -1,5 +1,5 @@
-"""Targets of an attribution graph: likely tokens, chosen tokens, differences of logits, and
-features.
+"""Targets of an attribution graph: likely tokens, chosen tokens, differences of logits, the tokens
+of an answer, and features.
 
 `promoted_tokens` returns the tokens that features promote.
 """
@@ -18,18 +18,39 @@ from interp.attribution_graphs.nodes import Node
 from interp.inputs.token_positions import is_worded, token_ids
 
 
+class LogitTerms(NamedTuple):
+    """Weighted sums of logits, each at one position. The value of a node is the sum of its terms.
+
+    Attributes:
+        weights: the weight of each token's logit in each term: 1 at the token of a logit, and 1 and
+            -1 at the two tokens of a difference.
+        pos: the position of each term.
+        node: the index of the node of each term. Terms are in the order of their nodes.
+    """
+
+    weights: Float[Tensor, "term vocab"]
+    pos: Int[Tensor, " term"]
+    node: Int[Tensor, " term"]
+
+    def of(self, start: int, stop: int) -> "LogitTerms":
+        """Return the terms of some nodes, which are counted from 0 again."""
+        is_chosen = (self.node >= start) & (self.node < stop)
+        return LogitTerms(
+            self.weights[is_chosen], self.pos[is_chosen], self.node[is_chosen] - start
+        )
+
+
 class ChosenTargets(NamedTuple):
     """The targets of an attribution graph.
 
     Attributes:
-        logits: the nodes of logits and of differences of logits.
-        directions: for each of these nodes, the weight of each token's logit: 1 at the token of a
-            logit, and 1 and -1 at the two tokens of a difference.
+        logits: the nodes of logits, differences of logits, and the sum of the logits of an answer.
+        terms: the logits of these nodes.
         features: the indices of the chosen features among the active features.
     """
 
     logits: list[Node]
-    directions: Float[Tensor, "logit vocab"]
+    terms: LogitTerms
     features: list[int]
 
 
@@ -91,7 +112,61 @@ def chosen_targets(
         )
     if len({node.id for node in logits}) < len(logits) or len({*features}) < len(features):
         raise ValueError(f"targets must differ from each other; got {targets}")
-    return ChosenTargets(logits, directions[: len(logits)], features)
+    directions = directions[: len(logits)]
+    numbers = torch.arange(len(logits), device=directions.device)
+    terms = LogitTerms(directions, torch.full_like(numbers, pos), numbers)
+    return ChosenTargets(logits, terms, features)
+
+
+def targets_of_answer(run: FrozenRun, answer: Sequence[int]) -> ChosenTargets:
+    """Return the targets of an answer: the logits of its tokens, and the sum of these logits.
+
+    The logit of a token is read at the position that predicts the token.
+
+    Args:
+        run: the frozen run of the prompt and all tokens of the answer except the last.
+        answer: the tokens of the answer.
+    """
+    n_pos, vocab = run.logits.shape
+    n = len(answer)
+    layer = len(run.graph.layers)
+    positions = range(n_pos - n, n_pos)
+    logits = []
+    for token, pos in zip(answer, positions, strict=True):
+        logits.append(
+            Node(
+                id=f"{layer + 1}_{token}_{pos}",
+                kind="logit",
+                layer=layer,
+                pos=pos,
+                number=token,
+                label=run.write([token])[0],
+                probability=float(run.logits[pos].softmax(-1)[token]),
+            )
+        )
+    # As in a difference of logits, the number follows the ids of the vocabulary.
+    number = vocab + n
+    label = "".join(run.write([*answer]))
+    logits.append(
+        Node(
+            id=f"{layer + 1}_{number}_{n_pos - 1}",
+            kind="logit",
+            layer=layer,
+            pos=n_pos - 1,
+            number=number,
+            label=label,
+        )
+    )
+    weights = run.logits.new_zeros(n, vocab)
+    device = weights.device
+    weights[torch.arange(n), torch.tensor(answer)] = 1
+    numbers = torch.arange(n, device=device)
+    terms = LogitTerms(
+        weights=weights.repeat(2, 1),
+        pos=torch.tensor([*positions], device=device).repeat(2),
+        node=torch.cat([numbers, torch.full_like(numbers, n)]),
+    )
+    return ChosenTargets(logits, terms, [])
 
 
 def _likely_tokens(chances: Float[Tensor, " vocab"], most: int, share: float) -> list[int]:

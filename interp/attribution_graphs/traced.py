@@ -21,7 +21,7 @@ from interp.attribution_graphs.frozen import FrozenRun
 from interp.attribution_graphs.intervention import Intervention
 from interp.attribution_graphs.nodes import AttentionCell, Link, Node, sources
 from interp.attribution_graphs.pruned import PrunedGraph
-from interp.attribution_graphs.targets import promoted_tokens
+from interp.attribution_graphs.targets import LogitTerms, promoted_tokens
 from interp.reading.attending import AskedPlace
 from interp.results.result import Result
 
@@ -39,7 +39,7 @@ class AttributionGraph(plots.Shown):
         weights: the weight of each row as a target: the probability of a token, 1 for any other
             target, and 0 if the row is no target.
         logits: the logits that the first rows explain, as nodes.
-        directions: the weight of each token's logit in each node of `logits`; see `ChosenTargets`.
+        terms: the weighted sums of logits that each node of `logits` adds up.
         totals: the value of each explained node.
         tokens: the tokens of the text.
         by_attention: the effect that each source has on each explained node because it changes
@@ -57,7 +57,7 @@ class AttributionGraph(plots.Shown):
     column: Int[Tensor, " row"]
     weights: Float[Tensor, " row"]
     logits: Sequence[Node]
-    directions: Float[Tensor, "logit vocab"]
+    terms: LogitTerms
     totals: Float[Tensor, " row"]
     tokens: Sequence[str]
     by_attention: Float[Tensor, "row source"] | None = None
@@ -301,7 +301,7 @@ class AttributionGraph(plots.Shown):
         """
         row = 0 if target is None else self._row(target)
         name = self.nodes[self.explained[row]].id
-        return largest_cells(self.run, self.nodes, target=self._targets(row), name=name, k=k)
+        return largest_cells(self.run, self.nodes, targets=self._targets(row), name=name, k=k)
 
     @without_gradients
     def intervene(
@@ -330,10 +330,11 @@ class AttributionGraph(plots.Shown):
         return self.pruned().view()
 
     def _targets(self, row: int) -> Targets:
-        """Return the node that a row explains, as a target for `FrozenRun.rows`."""
+        """Return the node that a row explains, as the targets that add up to the node."""
         if self.column[row] >= 0:
             return self.run.of_features(self.column[row : row + 1])
-        return self.run.of_logits(self.directions[row : row + 1], self.logits[row].pos)
+        terms = self.terms.of(row, row + 1)
+        return self.run.of_logits(terms.weights, terms.pos)
 
     def __repr__(self) -> str:
         explained = int((self.column >= 0).sum())

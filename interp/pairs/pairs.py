@@ -392,6 +392,21 @@ class Pairs(plots.Shown):
         pairs.continuations = None
         return pairs
 
+    def with_answers_of(self, numbers: Int[Tensor, " pair"]) -> "Pairs":
+        """Return the pairs with the answers of other pairs.
+
+        Args:
+            numbers: for each pair, the number of the pair whose answers it gets.
+        """
+
+        def drawn(value: Tensor) -> Tensor:
+            return value[numbers.to(value.device)]
+
+        pairs = copy.copy(self)
+        pairs.answers = _changed_answers(self.answers, drawn)
+        pairs.continuations = _changed_answers(self.continuations, drawn)
+        return pairs
+
     def texts(self, direction: PatchingDirection) -> tuple[Text, Text]:
         """Return the texts of the run that is edited, and of the run that values are taken from.
 

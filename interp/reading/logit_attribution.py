@@ -14,15 +14,17 @@ layer.
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtyping import Float, Int
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from hooks import ActivationCache
+from hooks import ActivationCache, CacheError
 from hooks.base import Index, at_least_float32, stacked, to_device, without_gradients
-from interp.inputs.cached import nan_at_padding, text_of_values
+from interp.inputs.cached import nan_at_padding, text_of, text_of_values
 from interp.inputs.copies import groups_of_cache
 from interp.inputs.token_positions import short, token_ids, tokens_of
 from interp.numbers.precision import like
+from interp.pairs.wording import has_several_tokens
 from interp.protocol import n_logits, of
 from interp.reading.components import ResidualComponents
 from interp.results.result import Result
@@ -63,7 +65,9 @@ def direct_logit_attribution(
         model: see `decompose`; it also needs `W_U`.
         cache: the cache of a run that cached all points, or
             `Graph(model, split_embeddings=True).needed` and `ln_final.scale`.
-        right: the token of the logit.
+        right: the token of the logit. A text of several tokens, such as `" Paris, the city"`, means
+            the sum of the logits of its tokens, each at the position that predicts it. The text of
+            the run must then end with this answer.
         wrong: the token of a logit to subtract. Default: subtract no logit.
         vector: a direction in the input of the unembedding, such as a probe's direction, instead of
             tokens.
@@ -76,8 +80,8 @@ def direct_logit_attribution(
 
     Returns:
         A result in logits with the axes `component`, `pos` and `example`; the axis `pos` is missing
-        if `pos` was given. Values are NaN at padding. `about` contains the largest gap between the
-        sum of the parts and the logit.
+        if `pos` was given, or if `right` is several tokens. Values are NaN at padding. `about`
+        contains the largest gap between the sum of the parts and the logit.
 
     Raises:
         TypeError: as for `Graph`; or if the model has no `W_U`.
@@ -199,6 +203,15 @@ class _Reading:
         self._cache = cache
         self.parts = ResidualComponents(model, cache, pos)
         self._has_one_position = pos is not None
+        # The table of positions that predict an answer of several tokens.
+        self._is_read: Tensor | None = None
+        if vector is None and has_several_tokens(model, right):
+            if wrong is not None or pos is not None:
+                raise ValueError(
+                    "wrong and pos must be left out if right is several tokens; subtract the "
+                    f"result of another run instead; got wrong={wrong!r} and pos={pos!r}"
+                )
+            right, self._is_read = _tokens_of_answer(model, cache, right)  # type: ignore[arg-type]
         stream = self.parts.at(self.parts.last)
         norm = getattr(self.parts.model, "ln_final", None)
         self.about: dict[str, Any] = {}
@@ -215,6 +228,9 @@ class _Reading:
             raise ValueError(
                 "give either right=, the token of a logit, or vector=; got both or neither"
             )
+        if self._is_read is not None:
+            is_read = to_device(self._is_read, vectors.device)
+            vectors, offset = vectors * is_read[..., None], offset * is_read
         fits = all(
             size in (1, full) for size, full in zip(vectors.shape, stream.shape, strict=True)
         )
@@ -284,11 +300,15 @@ class _Reading:
         """
         values = logits.transpose(1, 2)
         axes = [axis, "pos", "example"]
-        if self._has_one_position:
+        has_positions = not self._has_one_position and self._is_read is None
+        if self._is_read is not None:
+            values = values.where(to_device(self._is_read.T, values.device), 0).sum(1)
+        elif self._has_one_position:
             values = values[:, 0]
+        if not has_positions:
             axes = [axis, "example"]
         words = None
-        if not self._has_one_position:
+        if has_positions:
             values = nan_at_padding(logits, self.parts.mask).transpose(1, 2)
             text = text_of_values(self._cache, logits.shape[1:3])
             words = None if text is None else text.words(self._named)
@@ -301,3 +321,46 @@ class _Reading:
             words={"pos": words} if words else {},
             groups=groups_of_cache(self._cache, values),
         )
+
+
+def _tokens_of_answer(
+    model: nn.Module, cache: ActivationCache, answers: str | Sequence[str]
+) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"]]:
+    """Return the next token of each position that predicts an answer, and a mask of the positions.
+
+    Args:
+        model: the model of the run.
+        cache: the cache of a run whose texts end with the answers.
+        answers: one answer for all texts, or one for each text.
+
+    Raises:
+        CacheError: if the tokens of the run are unknown.
+        ValueError: if a text does not end with its answer.
+    """
+    text = text_of(cache)
+    if text is None:
+        raise CacheError(
+            "the cache must know the tokens of its run to find an answer of several tokens; got a "
+            "cache without tokens"
+        )
+    rows = text.listed()
+    answer_of_row = [answers] * len(rows) if isinstance(answers, str) else [*answers]
+    if len(answer_of_row) != len(rows):
+        raise ValueError(
+            f"right must be one answer, or one for each of {len(rows)} texts; got "
+            f"{len(answer_of_row)}"
+        )
+    next_tokens = torch.zeros_like(text.tokens)
+    is_read = torch.zeros_like(text.tokens, dtype=torch.bool)
+    for row, (tokens, answer) in enumerate(zip(rows, answer_of_row, strict=True)):
+        (answer_tokens,) = of(model, "to_id").to_tokens(answer, bos=False).listed()
+        n = len(answer_tokens)
+        if tokens[-n:] != answer_tokens or len(tokens) == n:
+            raise ValueError(
+                "the text of the run must end with the answer; run the model on the prompt and "
+                f"{answer!r}; text {row} ends with {of(model).to_text(tokens[-n:])!r}"
+            )
+        columns = text.real[row].nonzero()[:, 0][-n - 1 : -1]
+        next_tokens[row, columns] = next_tokens.new_tensor(answer_tokens)
+        is_read[row, columns] = True
+    return next_tokens, is_read

@@ -90,6 +90,11 @@ class Runs:
         """A hash of the texts of each pair."""
         return self.pairs.digests()
 
+    @property
+    def other_prompts(self) -> Text:
+        """The source texts without answers of several tokens; for errors see `other`."""
+        return self.pairs.texts(self.direction or "noising")[1]
+
     @cached_property
     def prompts(self) -> Bool[Tensor, "row column"]:
         """True at the tokens of prompts, and False at answers of several tokens and at padding."""

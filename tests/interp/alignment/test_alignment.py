@@ -20,7 +20,6 @@ from interp.alignment import (
     pca,
     subspace,
 )
-from interp.alignment.runs import InterchangeRuns
 from tests.reference import variant
 from tests.shipped import pydoc
 
@@ -118,17 +117,20 @@ def test_pairs_with_the_same_texts_share_a_drawn_answer_and_count_once(monkeypat
     rows = np.random.default_rng(0).permutation(np.tile(np.arange(30), 4))
     tested = np.random.default_rng(1).permutation(np.tile(np.arange(17), 3))
     drawn = []
-    answering = InterchangeRuns.answering
-    monkeypatch.setattr(
-        InterchangeRuns, "answering", lambda site, new: drawn.append(new) or answering(site, new)
-    )
+    with_answers_of = Pairs.with_answers_of
+
+    def recorded(pairs, numbers):
+        drawn.append(with_answers_of(pairs, numbers))
+        return drawn[-1]
+
+    monkeypatch.setattr(Pairs, "with_answers_of", recorded)
     found = align(model, train[rows], "h", 2, test=test[tested], epochs=1, seed=3)
     # Texts are numbered in the order in which they come, and each gets the answer of a drawn text.
     order = torch.randperm(30, generator=torch.Generator().manual_seed(3))
     first = [*dict.fromkeys(rows.tolist())]
     expected = [train.answers[first[order[first.index(row)]]] for row in rows.tolist()]
-    assert drawn[0].tolist() == torch.stack(expected).tolist()
-    assert drawn[0].tolist() != train.answers[rows].tolist()
+    assert drawn[0].answers.tolist() == torch.stack(expected).tolist()
+    assert drawn[0].answers.tolist() != train.answers[rows].tolist()
     once = [*dict.fromkeys(tested.tolist())]
     assert found.accuracy.groups == found.metric.groups
     assert [once[group] for group in found.accuracy.groups] == tested.tolist()

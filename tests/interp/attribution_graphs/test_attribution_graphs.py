@@ -578,7 +578,7 @@ def test_a_named_feature_stays_and_rows_that_do_not_add_up_are_refused(monkeypat
     graph = attribution_graph(model, TEXT, dictionaries, targets=[2, named])
     assert feature.id in {node.id for node in graph.pruned(0.01).nodes}
     rows = FrozenRun.rows
-    monkeypatch.setattr(FrozenRun, "rows", lambda *arguments: 0.9 * rows(*arguments))
+    monkeypatch.setattr(FrozenRun, "rows", lambda *of, row: 0.9 * rows(*of, row=row))
     with pytest.raises(ValueError, match="must add up to the value of their target; .* is missing"):
         attribution_graph(model, TEXT, dictionaries)
 
@@ -647,7 +647,7 @@ def test_values_and_changes_that_are_not_finite_are_refused(monkeypatch):
         with pytest.raises(ValueError, match="must be finite"):  # also for a node without outputs
             predicted_changes(rows, column, one, one, torch.ones(1).bool())
     rows = FrozenRun.rows
-    monkeypatch.setattr(FrozenRun, "rows", lambda *arguments: math.inf * rows(*arguments))
+    monkeypatch.setattr(FrozenRun, "rows", lambda *of, row: math.inf * rows(*of, row=row))
     with pytest.raises(ValueError, match="effects must be finite"):
         attribution_graph(model_of("plain"), TEXT, {}, targets=[2])
     # The sum of a row may be infinite where no number in it is.

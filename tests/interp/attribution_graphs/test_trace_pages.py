@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
 
 from interp import plots
 from interp.attribution_graphs import Link, Node, PrunedGraph, attribution_graph
@@ -27,14 +28,58 @@ def graph():
     return attribution_graph(pydoc(), TEXT, load_transcoders("pydoc-4l/transcoders"))
 
 
-def test_a_text_alone_is_a_token():
+def test_a_text_alone_is_an_answer():
     model = pydoc()
     graph = attribution_graph(model, TEXT, {}, targets="V")
     assert [node.number for node in graph.logits] == [model.to_id("V")]
     with pytest.raises(ValueError, match="must be one token"):
-        attribution_graph(model, TEXT, {}, targets="KV")
+        attribution_graph(model, TEXT, {}, targets=["KV", "V"])
     with pytest.raises(ValueError, match=r"a target must be .* got \('a', 'b', 'c'\)"):
         attribution_graph(model, TEXT, {}, targets=[("a", "b", "c")])
+
+
+def test_an_answer_of_several_tokens_has_a_target_for_each_token_and_their_sum():
+    model, transcoders = pydoc(), load_transcoders("pydoc-4l/transcoders")
+    graph = attribution_graph(model, "part KV8 and part", transcoders, targets=" KV8")
+    tokens = model.to_tokens("part KV8 and part KV").tokens
+    logits = model(tokens)[0].detach()
+    answer = model.to_tokens(" KV8", bos=False).tokens[0].tolist()
+    n = len(answer)
+    positions = range(tokens.shape[1] - n, tokens.shape[1])
+    assert [node.label for node in graph.logits] == [" ", "K", "V", "8", " KV8"]
+    assert [node.pos for node in graph.logits] == [*positions, positions[-1]]
+    # Each logit less the mean over the vocabulary, at the position that predicts the token.
+    centred = [
+        float(logits[pos, token] - logits[pos].mean())
+        for pos, token in zip(positions, answer, strict=True)
+    ]
+    assert graph.totals[:n].tolist() == pytest.approx(centred, rel=1e-4)
+    assert float(graph.totals[n]) == pytest.approx(sum(centred), rel=1e-4)
+    for node, pos, token in zip(graph.logits, positions, answer, strict=False):
+        assert node.probability == pytest.approx(float(logits[pos].softmax(0)[token]), rel=1e-4)
+    torch.testing.assert_close(graph.rows[n], graph.rows[:n].sum(0), rtol=1e-4, atol=1e-5)
+    # The rows of single targets in graphs of the prefixes.
+    for number, pos in enumerate(positions):
+        prefix = attribution_graph(
+            model, tokens[:, : pos + 1], transcoders, targets=[answer[number]]
+        )
+        sources = {node.id: n for n, node in enumerate(graph.nodes)}
+        columns = [sources[node.id] for node in prefix.nodes[: prefix.rows.shape[1]]]
+        torch.testing.assert_close(
+            graph.rows[number, columns], prefix.rows[0], rtol=1e-4, atol=1e-5
+        )
+    # What sums and heads say of the whole answer.
+    total = graph.logits[-1].id
+    source = max(
+        (node for node in graph.nodes if node.kind == "feature"), key=lambda node: node.influence
+    ).id
+    lost = graph.heads(source, total)
+    parts = [graph.heads(source, node.id).values for node in graph.logits[:n]]
+    torch.testing.assert_close(lost.values, sum(parts), rtol=1e-3, atol=1e-5)
+    changed = graph.intervene({source: 0.0})
+    names = [node.id for node in graph.logits]
+    values = torch.stack([changed.true[changed.nodes.index(name)] for name in names])
+    torch.testing.assert_close(values[-1], values[:-1].sum(), rtol=1e-3, atol=1e-5)
 
 
 def test_a_difference_has_no_probability_in_a_file(tmp_path):

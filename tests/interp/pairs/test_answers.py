@@ -17,8 +17,11 @@ from interp import (
     path_patching,
     sweep,
 )
+from interp.alignment import neurons
+from interp.alignment.runs import InterchangeRuns
 from interp.graph import Graph, circuits
 from interp.runs.masked import run_circuit
+from interp.runs.runs import Runs
 from tests.interp.effects.by_hand import changed, close
 from tests.reference import LAYERS, variant
 
@@ -352,3 +355,40 @@ def test_right_answers_alone_are_solved_by_greedy_decoding(model):
     right[1][1] = (right[1][1] + 1) % 23
     pairs = Pairs(text(CLEAN, "left"), answers=[torch.tensor(answer) for answer in right])
     assert pairs.solved(model).clean.tolist() == pairs.clean[:1].tolist()
+
+
+@pytest.mark.parametrize("two", [True, False])
+@pytest.mark.parametrize("side", SIDES)
+def test_an_alignment_scores_whole_answers(model, side, two):
+    pairs = pairs_of(side, two)
+    name = "blocks.1.resid_pre"
+
+    def last_column(row):
+        return len(CLEAN[row]) - 1
+
+    changes = patched(model, name, last_column)
+    expected = by_hand(model, CORRUPTED, two, changes=changes)
+    site = InterchangeRuns(Runs(model, pairs, "denoising"), name, -1, head=None, batch=2)
+    whole = site.scores(neurons(10))
+    close(whole.effect, expected - by_hand(model, CORRUPTED, two))
+    # The loss of some pairs: the cross-entropy of two choices, or of the right answer.
+    some = torch.tensor([2, 0])
+    losses = (1 + (-expected).exp()).log() if two else -expected
+    close(site.loss(neurons(10), some), losses[some].mean())
+    if two:
+        assert whole.right.tolist() == (expected > 0).tolist()
+    drawn = site.runs.pairs.with_answers_of(torch.tensor([1, 2, 0]))
+    moved = InterchangeRuns(Runs(model, drawn, "denoising"), name, -1, head=None, batch=3)
+    swapped = score(model, CORRUPTED[0], RIGHT[1], changes(0, RIGHT[1]))
+    if not two:
+        close(moved.loss(neurons(10), torch.tensor([0])), -swapped)
+
+
+def test_right_answers_of_an_alignment_are_greedy(model):
+    right = [greedy(model, CORRUPTED[0], 3), [4, 4]]
+    prompts = [CORRUPTED[0], CORRUPTED[2]]
+    texts = text(prompts, "right")
+    pairs = Pairs(texts, texts, [torch.tensor(answer) for answer in right])
+    runs = Runs(model, pairs, "denoising")
+    site = InterchangeRuns(runs, "blocks.0.mlp_out", -1, head=None, batch=5)
+    assert site.scores(neurons(10)).right.tolist() == [1, 0]

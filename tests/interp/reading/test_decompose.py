@@ -19,7 +19,7 @@ from interp import (
     run_with_cache,
     svd_targets,
 )
-from models import attach
+from models import attach, load
 from tests.largest import Largest
 from tests.reference import VARIANTS, VOCAB, Reference, some_tokens, tolerance, variant
 
@@ -477,3 +477,31 @@ def test_what_people_from_transformer_lens_look_for(model, tokens):
     names = {**globals(), **locals()}
     for row, expected in rows.items():
         torch.testing.assert_close(eval(row, names), expected.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_an_answer_of_several_tokens_is_a_sum_over_its_positions(side):
+    model = load("pydoc-4l").double()
+    texts = ["Return the list", "a list"]
+    text = model.to_tokens(texts, side=side)
+    logits, cache = HookedRunner(model).run_with_cache(
+        text.tokens, attention_mask=text.attention_mask, lazy=True
+    )
+    result = direct_logit_attribution(model, cache, right=" list")
+    answer = model.to_tokens(" list", bos=False).tokens[0]
+    gains = model.ln_final.weight[:, None] * model.W_U[:, answer]
+    for row, is_real in enumerate(text.real):
+        # The positions before each token of the answer.
+        columns = is_real.nonzero()[:, 0][-len(answer) - 1 : -1]
+        total = logits[row, columns, answer].sum()
+        torch.testing.assert_close(result.values[:, row].sum(), total)
+        scale = cache["ln_final.scale"][row, columns]
+        out = cache["mlp_out", 2][row, columns]
+        # LayerNorm subtracts the mean of the stream.
+        centred = out - out.mean(1, keepdim=True)
+        expected = (centred / scale * gains.T).sum()
+        torch.testing.assert_close(result.select(component="m2").values[row], expected)
+    with pytest.raises(ValueError, match="must end with the answer.*' item'.*text 0"):
+        direct_logit_attribution(model, cache, right=" item")
+    with pytest.raises(ValueError, match="pos must be left out.*pos=-1"):
+        direct_logit_attribution(model, cache, right=" list", pos=-1)
