@@ -9,7 +9,7 @@ LAYERS, HEADS, D_MODEL, D_HEAD, D_MLP, VOCAB, N_CTX = 3, 6, 14, 4, 11, 23, 17
 
 
 def built(dtype=torch.float64, scale=0.5, **fields):
-    """A model of the form, each parameter of which is random: gains around 1, biases around 0."""
+    """Return a model whose parameters are all random: gains around 1, biases around 0."""
     sizes = dict(vocab_size=VOCAB, n_ctx=N_CTX, n_layers=LAYERS, n_heads=HEADS, d_model=D_MODEL)
     config = TransformerConfig(**(sizes | dict(d_head=D_HEAD) | fields))
     if config.norm != "none":

@@ -1,5 +1,5 @@
-"""Attention against loops in numpy's float64: the function, the module, its masks, every value it
-names.
+"""Attention compared with loops in numpy and float64: the function, the module, masks and
+points.
 """
 
 import math
@@ -27,7 +27,8 @@ from tests.reference import (
 )
 
 QUERY, KEY, D_K, D_V = 7, 11, 2, 13
-# A hook that only looks, at `scores` and at `scale`: the explicit computation throughout.
+# A hook that only reads `scores` and `scale`. With it, all attention and all norms use the explicit
+# computation instead of fused kernels.
 EXPLICIT = {"*.sc*": lambda value, point: None}
 
 
@@ -43,7 +44,7 @@ def close(ours, theirs, atol=1e-12):
 
 
 def loops(q, k, v, mask=None):
-    """Attention of numpy arrays, one query and one key at a time."""
+    """Return attention of numpy arrays, computed one query and one key at a time."""
     axes = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     q, k, v = (np.broadcast_to(part, (*axes, *part.shape[-2:])) for part in (q, k, v))
     query, key = q.shape[-2], k.shape[-2]
@@ -149,7 +150,7 @@ def test_large_scores_are_stable(size, dtype):
     k = torch.tensor([[1.0, 1.0], [0.5, 1.0], [1.0, 0.5]], dtype=dtype)
     v = torch.tensor([[1.0, 0.0], [0.0, 1.0], [4.0, 5.0]], dtype=dtype, requires_grad=True)
     out = scaled_dot_product_attention(q, k, v)
-    # Scores differ by 5000: all weight on the largest, shared where two are equal.
+    # Scores differ by 5000, so all weight is on the largest score. Two equal scores share it.
     expected = [[2.5, 2.5], [0.5, 0.5]] if size > 0 else [[0.0, 1.0], [4.0, 5.0]]
     assert out.tolist() == expected
     assert out.dtype == dtype
@@ -165,7 +166,7 @@ def test_large_scores_are_stable(size, dtype):
             (torch.ones(shape).bool(), re.escape(str(shape)))
             for shape in ((KEY,), (QUERY, 5), (5, KEY), (2, 3, QUERY, KEY), (3, 3, 1, QUERY, KEY))
         ),
-        (torch.ones(3, QUERY, KEY).bool(), "3, 7, 11"),  # the 3 could mean rows or heads
+        (torch.ones(3, QUERY, KEY).bool(), "3, 7, 11"),  # the axis of 3 could be rows or heads
         *(
             (torch.ones(QUERY, KEY, dtype=dtype), str(dtype))
             for dtype in (torch.int64, torch.uint8)
@@ -173,7 +174,10 @@ def test_large_scores_are_stable(size, dtype):
     ],
 )
 def test_masks_that_are_refused(mask, match):
-    """Integers, added to the scores, would hide nothing."""
+    """A mask of integers is refused.
+
+    If 0 and 1 were added to the scores, no key would be hidden.
+    """
     q, k, v = draw(3, 3, QUERY, D_K), draw(3, 3, KEY, D_K), draw(3, 3, KEY, D_V)
     with pytest.raises(ValueError, match=match):
         scaled_dot_product_attention(q, k, v, mask)
@@ -204,7 +208,7 @@ def test_gradients_of_the_function(mask):
     torch.autograd.gradcheck(lambda *qkv: scaled_dot_product_attention(*qkv, masks[mask]), leaves)
 
 
-# --- the model's attention, and every point: the reference's values under the reference's names
+# --- attention in a model, and every point, compared with tests.reference
 
 
 @pytest.mark.sampled(8)
@@ -221,18 +225,20 @@ def test_every_value_is_what_its_name_says(name):
     assert set(cache) == set(reference.values)
     for point, value in reference.values.items():
         close(cache[point], value, atol)
-        assert value.std() > 1e-3, point  # nothing is compared with a constant
+        assert value.std() > 1e-3, point  # the values vary, so the comparison means something
 
 
 def padding():
-    """A mask with one row padded left, one right, one with holes, and two whole ones."""
+    """Return a mask of texts: padded on the left, on the right, with holes, and two without
+    padding.
+    """
     mask = torch.ones(BATCH, POS, dtype=torch.bool)
     mask[0, :3], mask[1, 5:], mask[2, [1, 4]] = False, False, False
     return mask
 
 
 def holes(*shape):
-    """A random mask in which the last query of the first row sees nothing."""
+    """Return a random mask, in which the last query of the first row sees no key."""
     mask = draw(*shape, seed=9) > 0
     mask[0, ..., -1, :] = False
     return mask
@@ -297,7 +303,8 @@ def test_every_point_lies_on_the_compute_path(name):
     runner = HookedRunner(model)
 
     def nudge(value, point):
-        # Shared by a row of scores or a whole vector, a constant might cancel out.
+        # Add random numbers. The same number for all scores of a query, or for a whole vector,
+        # might have no effect.
         return value + 0.1 * draw(*value.shape, seed=11)
 
     with torch.no_grad():
@@ -311,8 +318,8 @@ def test_every_point_lies_on_the_compute_path(name):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_dropout_of_the_pattern_leaves_its_mean(dropout):
-    """Explicit and fused attention drop weights with the given probability and scale up
-    the rest.
+    """Explicit and fused attention drop weights with the given probability, and scale up the
+    others, so that the mean stays the same.
     """
     model = variant("no positions", dropout=dropout)
     attn, x = model.blocks[0].attn.train(), draw(1, POS, SIZES["d_model"]).expand(3000, -1, -1)
@@ -365,9 +372,12 @@ def test_a_mask_by_query_replaces_the_causal_rule_and_windows(name, mask):
 
 @pytest.mark.parametrize("name", ["pre", "like llama", "window"])
 def test_a_square_mask_is_what_its_argument_says(name):
-    """As many rows as positions: by its shape, it may be of rows or of queries."""
+    """With as many texts as positions, the shape of a mask does not say if its first axis is the
+    batch or the queries. The argument says it.
+    """
     model, tokens = variant(name), some_tokens(shape=(POS, POS))
-    # Queries see later keys; as padding, it is of rows that are padded on the left.
+    # As a mask of queries and keys, queries see later keys. As a mask of padding, each text has one
+    # more column of padding on the left.
     mask = torch.ones(POS, POS, dtype=torch.bool).triu()
     allowed = np.broadcast_to(mask.numpy(), (POS, HEADS, POS, POS))
     with torch.no_grad():
@@ -380,7 +390,7 @@ def test_a_square_mask_is_what_its_argument_says(name):
 
 @pytest.mark.parametrize("name", ["pre", "like llama", "sinusoidal"])
 def test_padding_and_a_mask_by_query_act_together(name):
-    """A padded row equals the row alone with its part of the other mask."""
+    """A padded text equals the text alone, with the part of the other mask for its real tokens."""
     model, tokens, padded = variant(name), some_tokens(), GIVEN_MASKS["padding"]
     seen = GIVEN_MASKS["4-D"]
     with torch.no_grad():
@@ -405,7 +415,7 @@ def test_nothing_passes_through_hooked_attention_too(name, shape):
 
 
 def test_a_mask_is_given_by_name():
-    """By position, one of [query, key] could be taken for padding."""
+    """If masks could be given by position, a mask [query, key] could be taken for padding."""
     model, tokens = variant("like llama"), torch.zeros(POS, POS).long()
     for run in (model, model.context):
         with pytest.raises(TypeError, match="positional"):
@@ -459,7 +469,7 @@ PADDING, BY_QUERY = "attention_mask", "query_key_mask"
     ],
 )
 def test_masks_of_a_model_that_are_refused(argument, mask, match):
-    """A row without any key has an inverted mask, most likely."""
+    """A text without any real token is refused. Most likely, its mask is inverted."""
     with pytest.raises(ValueError, match=f"{argument}.*{match}"):
         variant("pre")(some_tokens(), **{argument: mask})
 
@@ -472,7 +482,7 @@ def test_a_context_without_rotations_is_refused():
 
 
 def test_long_sequences_take_the_kernels_other_paths():
-    """Longer than the blocks that fused kernels work in, with a window and grouped heads."""
+    """The text is longer than the blocks of fused kernels. It has a window and grouped heads."""
     config = TransformerConfig(**SIZES | dict(n_ctx=600, n_layers=1, n_kv_heads=2, window=257))
     model, tokens = randomised(config), some_tokens(shape=(1, 600))
     q = k = v = None

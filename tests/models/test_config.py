@@ -1,5 +1,6 @@
-"""TransformerConfig: errors that name field and value; every field has an effect and a
-description.
+"""TransformerConfig: errors name the field and the value.
+
+Every field has an effect and a description.
 """
 
 import copy
@@ -23,8 +24,9 @@ def config(**changes):
     return TransformerConfig(**SMALL | changes)
 
 
-# For each field: the changed value, other required values, and the first effect of the change:
-# the names or shapes of parameters, the logits with the same weights, training, or new weights.
+# For each field: a changed value, the values of other fields that it needs, and the first thing
+# that changes. This is the names or shapes of parameters, the logits with the same weights, the
+# logits in training, or the weights of a new model.
 EFFECTS = {
     "vocab_size": (29, {}, "parameters"),
     "n_ctx": (19, {}, "parameters"),
@@ -281,7 +283,8 @@ def test_replacing_a_size_changes_what_followed_from_it():
     assert made.replace(activation="relu").replace(mlp="none").activation == "gelu_tanh"
     rotary = config(**ROTARY, rotary_theta=5.0, rotary_scaling=RotaryScaling(kind="linear"))
     assert rotary.replace(positions="learned") == config(**ROTARY | {"positions": "learned"})
-    odd = config(n_heads=3, d_head=3)  # 3 is 10 // 3, and 10 is no multiple of 3
+    # `d_head` is given, because the default 10 / 3 is not an integer. `replace` must keep it.
+    odd = config(n_heads=3, d_head=3)
     assert odd.replace(n_layers=1) == config(n_heads=3, d_head=3, n_layers=1)
     with pytest.raises(ValueError, match="10"):
         made.replace(n_heads=3)

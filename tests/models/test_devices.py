@@ -23,7 +23,10 @@ def devices():
 
 @torch.no_grad()
 def moves(name, layers, cache, *places):
-    """What moves in a pass over a padded text, then, with a cache, in a step after it."""
+    """Return the copies between devices in a run of a padded text.
+
+    With a cache of keys, one more token is read after the text.
+    """
     config = TransformerConfig(**SIZES | VARIANTS[name] | dict(n_layers=layers))
     with Devices() as devices:
         model, found = split(Transformer(config).eval(), *places), []
@@ -57,7 +60,7 @@ def test_stream_and_context_move_once_per_change_of_device(name, cache):
 
 
 def noted(model):
-    """The rows and the positions of each call of a block, in order."""
+    """Return a list that gets the layer, the rows and the positions of each call of a block."""
     calls = []
     for layer, block in enumerate(model.blocks):
 
@@ -88,7 +91,8 @@ def test_a_sweep_resumes_as_on_one_device(devices, name, mask, apart):
     once, calls = [*devices.moves], noted(there)
     devices.moves.clear()
     found = sweep(there, tokens, given, metric, **mask).values
-    # The unedited run, a measurement of memory, and rows that begin at the first change.
+    # The calls are the unedited run, a run that measures memory, and the edited rows. Each row
+    # begins at the block that it changes first.
     rows = zip(range(5), (10, 15, 15, 20, 25), strict=True)
     assert calls == [
         *((n, BATCH, POS) for n in range(5)),
@@ -122,7 +126,7 @@ def test_an_analysis_gives_the_numbers_of_one_device(devices, analysis):
     torch.testing.assert_close(found, expected, equal_nan=True)
 
 
-# Analyses of attached models, and analyses that also need weights by our names.
+# Analyses that run on every attached model, and analyses that also need views of weights.
 OF_POINTS = ["attribution", "logit lens", "heads"]
 OF_WEIGHTS = ["edges", "paths to logits", "logits", "why, from a cache on the CPU"]
 

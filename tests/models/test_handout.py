@@ -1,4 +1,4 @@
-"""tiny-transformer-handout.md: its worked example, in whole and causal attention."""
+"""The worked example of tiny-transformer-handout.md, with and without a causal mask."""
 
 import math
 
@@ -9,7 +9,7 @@ import torch
 from hooks import HookedRunner
 from models import Transformer, TransformerConfig, causal_mask, scaled_dot_product_attention
 
-# Section 4.3.
+# The matrices of section 4.3.
 Q = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
 K = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
 V = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 1.0]])
@@ -27,7 +27,7 @@ WHOLE = [
     [E1 / (2 * E1 + E2), E2 / (2 * E1 + E2), E1 / (2 * E1 + E2)],
 ]
 CAUSAL = [[1, 0, 0], [1 / (1 + E1), E1 / (1 + E1), 0], WHOLE[2]]
-# As decimals, worked with paper and a table of exponentials.
+# The outputs as decimals, computed by hand.
 OUTPUT = {
     "whole": [[0.994440, 1.0], [1.401112, 1.203336], [0.993020, 1.255235]],
     "causal": [[1.0, 0.0], [0.330238, 1.339523], [0.993020, 1.255235]],
@@ -35,7 +35,7 @@ OUTPUT = {
 
 
 def attention_of_the_example(model_mask):
-    """The example as one head of a model's attention, all values seen through its points."""
+    """Return the values at the points of a model whose only head computes the example."""
     config = TransformerConfig(
         vocab_size=5,
         n_ctx=3,

@@ -37,7 +37,7 @@ def draw(*shape, seed=0):
 
 
 def padding(*columns):
-    """A mask of one row for each list of columns that are padding."""
+    """Return a mask of texts. Each argument is the list of columns that are padding in one text."""
     mask = torch.ones(len(columns), POS, dtype=torch.bool)
     for row, padded in zip(mask, columns, strict=True):
         row[list(padded)] = False
@@ -57,7 +57,7 @@ SOME = ["pre", "grouped", "multi-query", "window", "attn_cap", "like llama", "li
 
 @pytest.fixture(params=[1, 2, 3, 5])
 def block(request, monkeypatch):
-    """Use blocks of few queries."""
+    """Let kernels and masks work with blocks of only a few queries."""
     for module in (kernels, masks):
         monkeypatch.setattr(module, "BLOCK", request.param)
 
@@ -171,7 +171,9 @@ LONG = 2053
 )
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_no_matrix_of_all_queries_and_keys(kind, kv_heads):
-    """A window takes memory for its width, anything else for a block of queries."""
+    """The largest tensor of attention has the width of the window. Without a window, it has the
+    keys of one block of queries.
+    """
     window, heads, pad = 67 if "window" in kind else 0, 2, 31
     sizes = SIZES | dict(n_ctx=LONG, n_layers=1, n_heads=heads, n_kv_heads=kv_heads, d_head=2)
     config = TransformerConfig(**sizes, window=window, attn_cap=3.0 if "cap" in kind else 0.0)
@@ -189,7 +191,7 @@ def test_no_matrix_of_all_queries_and_keys(kind, kv_heads):
 
 
 class Chosen(TorchFunctionMode):
-    """Notes how fused attention is called."""
+    """A mode that records the arguments of PyTorch's fused attention."""
 
     def __init__(self):
         super().__init__()
@@ -206,7 +208,9 @@ class Chosen(TorchFunctionMode):
 
 @pytest.mark.parametrize("mask", ["none", "left", "window", "one query", "one padded query"])
 def test_grouped_heads_take_a_kernel_that_forms_no_scores(mask):
-    """On CUDA key heads are copied, or the queries that share one become its queries."""
+    """On CUDA, no fused kernel has grouped heads. Either each key head is copied for its queries,
+    or all queries of a key head become queries of one head.
+    """
     one = "query" in mask
     sizes = SIZES | dict(n_layers=1, n_kv_heads=3, window=3 if mask == "window" else 0)
     model = Transformer(TransformerConfig(**sizes)).eval()

@@ -1,4 +1,4 @@
-"""Norms: the fused and the explicit form against numpy's float64 and torch's own modules."""
+"""Norms: the fused and the explicit form, compared with numpy in float64 and PyTorch's modules."""
 
 import math
 
@@ -33,7 +33,7 @@ def run(module, x, hooks):
 
 
 def by_hand(module, x):
-    """Each vector in a loop; returns what it is divided by, and the norm."""
+    """Return the scale (the divisor) and the output of a norm, computed one vector at a time."""
     x = x.detach().double().numpy()
     weight, bias = (
         np.full(D, default) if value is None else value.detach().double().numpy()
@@ -87,7 +87,7 @@ def test_hooks_may_write_into_the_scale(make, write):
 
 @FORMS
 def test_equals_torchs_modules_by_default(hooks):
-    x = draw(BATCH, POS, D, dtype=torch.float32) * 1e-3  # where the default eps matters
+    x = draw(BATCH, POS, D, dtype=torch.float32) * 1e-3  # so small that the default eps matters
     for ours, theirs in ((LayerNorm(D), nn.LayerNorm(D)), (RMSNorm(D), nn.RMSNorm(D, eps=1e-6))):
         randomised(ours, torch.float32)
         theirs.load_state_dict(ours.state_dict())
@@ -116,8 +116,9 @@ def test_gradients(make, hooks):
 @FORMS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_that_of_its_rounding(make, hooks, dtype):
-    """One rounding, at the end, with or without hooks. float16 ends at 65504: squares would not
-    fit.
+    """The result is rounded to half precision once, at the end, with and without hooks.
+
+    The largest number of float16 is 65504, so the squares of these values would not fit.
     """
     module, x = randomised(make(), dtype), (draw(BATCH, POS, D) * 300 + 500).to(dtype)
     _, expected = by_hand(module, x)

@@ -1,4 +1,6 @@
-"""The modules of a model alone: with only the config and a mask, each computes its equations."""
+"""The modules of a model without the model: each computes its equations from a config and a
+mask.
+"""
 
 import copy
 import pickle
@@ -22,7 +24,7 @@ MASKED = [("pre", MASK), ("pre", MASK[None]), ("window", MASK.expand(5, 6, -1, -
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "mask"), [(name, None) for name in ALONE] + MASKED)
 def test_parts_compute_what_their_config_says(name, mask):
-    """With only the config and a mask, a module returns the same numbers as in a model."""
+    """A module that is built from a config returns the same numbers as inside a model."""
     model = variant(name)
     reference, config = Reference(model), model.config
     reference(some_tokens(), None if mask is None else mask.expand(5, 6, -1, -1).numpy())

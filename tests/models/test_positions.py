@@ -1,4 +1,4 @@
-"""Positions: rotations against complex numbers and the scalings of transformers."""
+"""Positions: rotations, compared with complex numbers and with the scalings of `transformers`."""
 
 import cmath
 import copy
@@ -34,7 +34,10 @@ def places(seed=1):
 
 
 def turned(x, positions, frequencies, length=1.0):
-    """x [batch pos head d_head] as complex numbers, of which one pair of dimensions is one."""
+    """Return x [batch pos head d_head] after a rotation, computed with complex numbers.
+
+    Each pair of dimensions is the real and the imaginary part of one complex number.
+    """
     out, half = x.numpy().copy(), len(frequencies)
     for row, pos, head in np.ndindex(x.shape[:3]):
         for i, frequency in enumerate(frequencies):
@@ -49,7 +52,7 @@ def rotate(rotary, x, positions):
 
 
 def test_one_quarter_turn():
-    # theta 1: every pair turns by one radian a position.
+    # With theta 1, every pair turns by one radian for each position.
     rotary = Rotary(config(d_head=2, rotary_theta=1.0))
     out = rotate(rotary, torch.tensor([[[[1.0, 0.0]], [[0.0, 1.0]]]]), torch.tensor([[2, 2]]))
     expected = [[math.cos(2), math.sin(2)], [-math.sin(2), math.cos(2)]]
@@ -205,7 +208,7 @@ def test_a_device_gets_one_copy_of_the_frequencies():
     there = frequencies.on(torch.device("meta"))
     assert there.is_meta
     assert frequencies.on(torch.device("meta")) is there
-    # A copy of another device does not travel in a file.
+    # A file contains only the frequencies on the CPU, not the copies on other devices.
     again = pickle.loads(pickle.dumps(frequencies))
     assert again.on(torch.device("meta")) is not there
     assert again.values.tolist() == [2.0, 3.0]

@@ -1,6 +1,4 @@
-"""`fold_norms` and `center`: the same probabilities from other weights, and when that
-is refused.
-"""
+"""`fold_norms` and `center`: the processed weights give the same probabilities, or an error."""
 
 import re
 
@@ -17,7 +15,7 @@ BARE = dict(qkv_bias=False, out_bias=False, mlp_bias=False)
 LLAMA = dict(norm="rmsnorm", positions="rotary", mlp="gated", activation="silu") | BARE | GROUPED
 NEOX = dict(positions="rotary", rotary_fraction=0.5, parallel=True, tied_unembed=False)
 
-# Forms whose norms fold, and whether their writes can be centred.
+# Forms whose norms can be folded. The second value is True if their writes can also be centred.
 FORMS = {
     "gpt2": ({}, True),
     "gpt2 untied": (dict(tied_unembed=False, dropout=0.3), True),
@@ -128,13 +126,13 @@ def test_folded_norms_have_learned_nothing(form):
 
 @pytest.mark.parametrize("form", ["gpt2", "gpt_bigcode", "neox", "llama", "layernorm gated"])
 def test_folded_weights_are_products(form):
-    """Matrices multiply from the right, `(x * gain + bias) @ W + b`, computed by numpy."""
+    """The folded weights are computed by numpy from `(x * gain + bias) @ W + b`."""
     model = built(**FORMS[form][0])
     folded = fold_norms(model)
     has_bias = model.config.norm == "layernorm"
 
     def expected(norm, W, b):
-        """`W` is [..., d_model, out], `b` [..., out], the norm's [d_model]."""
+        """Return the folded weight [..., d_model, out] and the folded bias [..., out]."""
         shift = array(norm.bias) if has_bias else np.zeros(D_MODEL)
         return np.diag(array(norm.weight)) @ array(W), shift @ array(W) + array(b)
 
@@ -181,7 +179,7 @@ def test_points_of_a_folded_model(tokens):
 def test_centred_weights_are_projections(form):
     model = built(**FORMS[form][0])
     config, new = model.config, center(model)
-    out = np.eye(D_MODEL) - 1 / D_MODEL  # takes the mean out of a row of d_model
+    out = np.eye(D_MODEL) - 1 / D_MODEL  # subtracts the mean of a vector of size d_model
     names = ["W_E", "W_O", "b_O"] + ["W_pos"] * (config.positions == "learned")
     for name in names + ["W_out", "b_out"] * (config.mlp != "none"):
         expected = array(getattr(model, name)) @ out
@@ -253,8 +251,8 @@ def test_the_dtype_is_kept(process, dtype, tokens):
     new = process(model)
     assert {parameter.dtype for parameter in new.parameters()} == {dtype}
     expected = log_probabilities(model, tokens)
-    # About six digits in float32 and eight bits in half precision, whose weights are rounded once
-    # more.
+    # The tolerance is about six digits in float32. In half precision, the processed weights are
+    # rounded again.
     near = 30 * torch.finfo(dtype).eps
     np.testing.assert_allclose(log_probabilities(new, tokens), expected, atol=near, rtol=near)
 
@@ -307,5 +305,5 @@ def test_what_is_not_a_number_is_noticed(process):
 
 @pytest.mark.parametrize("process", [fold_norms, center])
 def test_autocast_of_the_caller_is_not_the_models_fault(process):
-    with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 alone
+    with torch.autocast("cpu", torch.bfloat16):  # the check runs in float64, without autocast
         process(built(torch.float32))

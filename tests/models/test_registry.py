@@ -1,4 +1,4 @@
-"""The registry and its presets: published sizes, what the source documents ask for, errors."""
+"""The registry and its presets: published sizes, settings of the source documents, and errors."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ PRESETS = [
 
 @pytest.fixture
 def names():
-    """Leaves the registry as it was."""
+    """Restore the registry after the test."""
     before = dict(registry._configs)
     yield
     registry._configs.clear()
@@ -79,7 +79,8 @@ def test_unknown_names_list_close_matches_and_overrides_are_checked(get):
     assert error.value.close_matches[0] == "gpt2-medium"
     with pytest.raises(KeyError, match="'layers'.*n_layers"):
         get("d12", d_head=5, n_layers=2, layers=3)
-    with pytest.raises(KeyError, match="'head_dim'.*d_head") as error:  # not the choice `head`
+    # The close match is the field `d_head`, not the value `head` of another field.
+    with pytest.raises(KeyError, match="'head_dim'.*d_head") as error:
         get("d12", head_dim=12)
     with pytest.raises(ValueError, match=r"d_model .*\(12\).* 100"):
         get("d12", d_model=100)
@@ -98,14 +99,15 @@ def test_published_sizes_of_gpt2(name, count):
 
 def test_other_sizes_follow_from_the_documents_numbers():
     for name, (layers, heads, width) in SIZES.items():
-        # Tied embeddings, and 4 d² of attention and 8 d² of the MLP in each block; nothing else
-        # learns.
+        # The parameters are tied embeddings and, in each block, 4 d² in attention and 8 d² in the
+        # MLP. There are no others.
         assert on_meta(name).count_parameters() == 50257 * width + layers * 12 * width**2
         assert (config_of(name).n_heads, config_of(name).d_head) == (heads, 64)
     # Embeddings, output map and its bias; per block two LayerNorms, 4 d², and an MLP with biases.
     block = 4 * 128 + 4 * 128**2 + 8 * 128**2 + 5 * 128
     assert on_meta("tiny-lm").count_parameters() == 96 * 128 + 4 * block + 96 * 128 + 96
-    # RMSNorm gains: two a block, of the embeddings, and the final one; biases everywhere else.
+    # The gains of RMSNorm: two in each block, one after the embeddings and one at the end. All maps
+    # have biases.
     block = 2 * 512 + 12 * 512**2 + 4 * 512 + 5 * 512
     rest = 50257 * 512 + 6 * block + 2 * 512
     assert on_meta("transformer-sinusoidal").count_parameters() == rest
@@ -128,7 +130,8 @@ def test_presets_run_and_every_parameter_has_a_gradient(name):
     assert model.config.d_mlp == 48
     tokens = torch.randint(23, (5, 7), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        for parameter in model.parameters():  # with zero biases, some gradients would be zero
+        # With zero biases, some gradients would be zero.
+        for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.1)
     logits = model.train()(tokens)
     assert logits.shape == (5, 7, 23)
@@ -136,13 +139,13 @@ def test_presets_run_and_every_parameter_has_a_gradient(name):
     for where, parameter in model.named_parameters():
         gradient = parameter.grad
         assert gradient.isfinite().all(), where
-        # Unused tokens and positions aside, each row of a matrix learns.
+        # Each row of a matrix has a gradient, except the rows of unused tokens and positions.
         assert gradient.any(), where
         if "embedding" not in where and ".qkv.bias" not in where:
             assert gradient.abs().gt(0).float().mean() > 0.9, where
 
 
-# --- what the documents ask for
+# --- the settings that the source documents ask for
 
 # fmt: off
 BARE = dict(qkv_bias=False, out_bias=False)

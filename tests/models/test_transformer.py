@@ -1,4 +1,4 @@
-"""The transformer against independent references: transformers' GPT-2 and numpy in float64."""
+"""The transformer, compared with GPT-2 of `transformers` and with numpy in float64."""
 
 import copy
 import math
@@ -94,7 +94,8 @@ def test_a_token_outside_the_vocabulary_is_named(model, tokens, at, value, match
 def test_tokens_are_a_batch_of_integers_that_fits_the_context(model, wrong, match):
     with pytest.raises(ValueError, match=match):
         model.context(wrong)
-    if not isinstance(wrong, list) and wrong.ndim > 1:  # those are texts
+    # A model reads a list or a vector as texts.
+    if not isinstance(wrong, list) and wrong.ndim > 1:
         with pytest.raises(ValueError, match=match):
             model(wrong)
 
@@ -233,7 +234,8 @@ def test_two_matrices_are_refused_where_one_is_tied(model, copy_of):
 @pytest.mark.parametrize("assign", [True, False])
 def test_loaded_weights_stay_tied(model, tokens, absent, assign):
     with torch.no_grad():
-        model.token_embedding.weight[22, 4] = torch.nan  # NaN is tied to NaN
+        # NaN does not equal itself, but the weights are still tied.
+        model.token_embedding.weight[22, 4] = torch.nan
     values = {f"inner.{n}": v for n, v in copied(model).items() if n != absent}
     fresh = Transformer(model.config).requires_grad_(absent is None)
     nn.ModuleDict({"inner": fresh}).load_state_dict(values, assign=assign)
@@ -255,12 +257,11 @@ def test_what_was_untied_by_hand_stays_so(model, tokens):
     pruned.load_state_dict(pruned.state_dict())
 
 
-@pytest.mark.usefixtures("unchecked")  # sizes are tensors, while a graph is traced
+@pytest.mark.usefixtures("unchecked")  # during tracing, sizes are tensors
 def test_a_trace_is_the_model(model, tokens):
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # warnings about sizes that become constants, and about deprecation
+        # Tracing warns that sizes become constants, and that it is deprecated.
+        warnings.simplefilter("ignore")
         traced = torch.jit.trace(model, (tokens,), check_trace=False)
     assert torch.equal(traced(tokens.flip(0)), model(tokens.flip(0)))
 
@@ -272,7 +273,7 @@ GROUPED = WIDE | dict(n_kv_heads=1, d_head=24, d_mlp=100, mlp="gated", unembed_b
 
 
 def matrices(model):
-    """Every drawn matrix by name, queries, keys and values apart."""
+    """Yield every randomly drawn matrix with its name. Queries, keys and values are separate."""
     for name, parameter in model.named_parameters():
         if ".attn.qkv.weight" in name:
             heads, kv_heads = model.config.n_heads, model.config.n_kv_heads
@@ -292,8 +293,8 @@ def test_initialisation_is_normal_and_gpt2s_is_smaller_where_the_stream_is_writt
         expected = 0.02 / math.sqrt(2 * 5) if scaled else 0.02
         assert weight.std().item() == pytest.approx(expected, rel=0.05), name
         assert abs(weight.mean().item()) < 4 * expected / math.sqrt(weight.numel()), name
-        # A normal distribution has a few values beyond three standard deviations; a uniform one has
-        # none.
+        # A normal distribution has a few values beyond three standard deviations, and a uniform
+        # distribution has none.
         assert (weight.abs() > 3 * expected).any(), name
 
 
@@ -301,7 +302,7 @@ def test_initialisation_is_normal_and_gpt2s_is_smaller_where_the_stream_is_writt
 def test_initialisation_is_uniform_by_each_matrixs_sizes(init):
     for name, weight in matrices(Transformer(TransformerConfig(**GROUPED, init=init))):
         fan_out, fan_in = weight.shape
-        # Variance 2 / (in + out), or 2 / in; that of a uniform number is bound² / 3.
+        # The variance is 2 / (in + out) or 2 / in. The variance of a uniform number is bound² / 3.
         bound = math.sqrt(6 / (fan_in + fan_out)) if init == "xavier" else math.sqrt(6 / fan_in)
         assert 0.98 * bound < weight.abs().max().item() <= bound, name
         assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05), name
@@ -314,7 +315,7 @@ def test_a_trained_model_can_be_initialised_again(init, tied):
     config = TransformerConfig(**GROUPED | changes)
     trained = randomised(config)
     initialise(trained, trained.config)
-    # Of 301 rows of 128: the last two are uniform.
+    # The matrix has 301 rows of 128 numbers. Xavier and Kaiming draw from a uniform distribution.
     variance = {"gpt2": 0.02**2, "xavier": 2 / (301 + 128), "kaiming": 2 / 128}[init]
     assert trained.W_E.std().item() == pytest.approx(math.sqrt(variance), rel=0.05)
     assert is_tied(trained) == tied
@@ -372,7 +373,8 @@ def test_a_context_beyond_that_of_the_training(name):
 
 
 def test_every_parameter_counts_once(model):
-    # 23*10 + 17*10; a block: two norms, 4*10*10 + 40, 2*10*13 + 23; the last norm.
+    # The embeddings have 23*10 + 17*10 parameters. A block has two norms with 40, attention with
+    # 4*10*10 + 40, and an MLP with 2*10*13 + 23. The last norm has 20.
     assert model.count_parameters() == 400 + 3 * (40 + 440 + 283) + 20
     model.blocks[0].requires_grad_(False)
     assert model.count_parameters() == 400 + 2 * (40 + 440 + 283) + 20
@@ -387,7 +389,10 @@ def test_half_precision_and_copies(model, tokens):
 
 
 def test_a_scale_of_embeddings_is_rounded_as_they_are():
-    """As Gemma was trained: in bfloat16, the square root of 10 is 3.15625."""
+    """The scale is rounded to the dtype of the embeddings, as in the training of Gemma.
+
+    In bfloat16, the square root of 10 is 3.15625.
+    """
     model = randomised(TransformerConfig(**SIZES, embed_scale=math.sqrt(10))).bfloat16()
     tokens = some_tokens()
     assert torch.equal(model.token_embedding(tokens), model.W_E[tokens] * 3.15625)
@@ -395,7 +400,10 @@ def test_a_scale_of_embeddings_is_rounded_as_they_are():
 
 @pytest.mark.parametrize("mlp", ["plain", "gated"])
 def test_dropout_may_be_after_the_activation_instead(mlp):
-    """model-architecture.md: in embeddings, patterns and the MLP's hidden layer, not in outputs."""
+    """model-architecture.md has dropout in embeddings, patterns and the hidden layer of the MLP.
+
+    It has no dropout after sublayers.
+    """
     model = variant("pre", dropout=0.75, dropout_place="hidden", mlp=mlp).train()
     places = [n for n, m in model.named_modules() if isinstance(m, nn.Dropout)]
     ends = ("attn.pattern_dropout", "mlp.hidden_dropout")

@@ -1,4 +1,7 @@
-"""`verify`: sound models pass, and each kind of broken one is refused by the identity it breaks."""
+"""`verify`: correct models pass.
+
+For a broken model, the error names the identity that it breaks.
+"""
 
 import pytest
 import torch
@@ -26,7 +29,7 @@ FORMS = {
     "parallel sandwich": dict(parallel=True, norm_place="sandwich"),
     "attention only": dict(mlp="none"),
     "attention only, output norm": dict(mlp="none", norm_place="output"),
-    # Use smaller weights, because without norms the values and their rounding errors explode.
+    # Use smaller weights, because without norms the values and their rounding errors grow too much.
     "no norm": dict(norm="none", qkv_bias=False, out_bias=False, scale=0.2),
     "embeddings normalized": dict(embed_norm=True, norm="rmsnorm", positions="sinusoidal"),
     "no positions": dict(positions="none", final_norm=False),
@@ -36,7 +39,7 @@ FORMS = {
 
 
 def refused(model, *said):
-    """`verify` raises an error that names the identity and the point."""
+    """Check that `verify` raises an error that contains the given texts."""
     with pytest.raises(VerificationError) as caught:
         verify(model)
     assert all(part in str(caught.value) for part in said), str(caught.value)
@@ -68,7 +71,7 @@ def test_sound_models_pass_in_every_dtype(form, dtype):
 
 
 def test_autocast_of_the_caller_is_not_the_models_fault():
-    with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 alone
+    with torch.autocast("cpu", torch.bfloat16):  # the check runs in float64, without autocast
         verify(built(torch.float32, **FORMS["gpt2"]))
 
 
@@ -98,18 +101,21 @@ def test_the_model_is_left_as_it_was(monkeypatch):
 
 
 def rows_mixed(x):
-    """Attention in which a row of a batch reads the other rows, which is wrong."""
+    """A wrong attention, in which a text of a batch reads another text."""
     return x + x.roll(1, 0) * 0.1
 
 
 def rolled(self, start, k, v, plain=LayerCache.append):
-    """A cache that hands out the right keys for the wrong positions, once it has several."""
+    """A wrong cache that returns its keys in the wrong order, as soon as it has several."""
     k, v = plain(self, start, k, v)
     return (k.roll(1, 2), v) if start else (k, v)
 
 
 def adds(block, attention=1.0, mlp=1.0):
-    """A forward of this block, from its branches, that adds multiples of what its points show."""
+    """Return a forward of a block that multiplies the outputs of its branches by factors.
+
+    The points have the values without the factors, so with other factors than 1 they are wrong.
+    """
 
     def forward(resid, context):
         stream = pre = block.resid_pre(resid)
@@ -142,7 +148,7 @@ def test_what_is_added_is_what_the_points_say(form, which, identity, point, monk
     model = built(**FORMS[form])
     block = model.blocks[1]
     monkeypatch.setattr(block, "forward", adds(block))
-    verify(model)  # the forward of the test is the block's own as yet
+    verify(model)  # with the factors 1, this forward computes the same as the block
     monkeypatch.setattr(block, "forward", adds(block, **{which: 1.01}))
     refused(model, identity, f"blocks.1.{point}")
 
@@ -157,7 +163,7 @@ def test_attention_gives_the_sum_of_its_heads(form, monkeypatch):
 
 @pytest.mark.parametrize("form", ["gpt2", "olmo2"])
 def test_attn_out_is_what_attention_or_its_norm_gives(form, monkeypatch):
-    """The point has another value than the output of attention, but is on the compute path."""
+    """The point `attn_out` changes the output of attention, so its value is not this output."""
     model = built(**FORMS[form])
     monkeypatch.setattr(model.blocks[0].attn_out, "forward", lambda x: x + 0.01)
     refused(model, "attn_out = ln1_post(attn)", "blocks.0.attn_out")
@@ -195,7 +201,7 @@ def test_logits_are_compared_too(monkeypatch):
 def test_padding_that_is_seen_is_noticed(monkeypatch):
     model = built(positions="none")
     place = Transformer.context
-    # The mask is forgotten: keys that are padding are attended to.
+    # This context forgets the mask, so queries attend to padding.
     monkeypatch.setattr(
         model,
         "context",
@@ -212,9 +218,8 @@ def test_positions_that_padding_changes_are_noticed(positions, monkeypatch):
     def counting(tokens, **options):
         context, mask = place(model, tokens, **options), options["attention_mask"]
         at = torch.arange(tokens.shape[1])[None] + context.start
-        if (
-            positions == "rotary"
-        ):  # only differences of positions matter there, so the test changes differences
+        # For rotary positions, only differences of positions matter. So change the differences.
+        if positions == "rotary":
             at = context.positions * (1 if mask is None else 2)
         rotation = model.rotary.rotation(at, torch.float32)
         return context._replace(positions=at, rotation=rotation)

@@ -16,17 +16,17 @@ VOCAB, LAYERS, HEADS, D_MLP, N_CTX, BATCH, POS = 53, 3, 6, 37, 41, 2, 23
 GPT = dict(
     vocab_size=VOCAB, n_positions=N_CTX, n_layer=LAYERS, n_head=HEADS, n_embd=66, n_inner=D_MLP
 )
-# 72 / 6 = 12 dimensions a head, of which half are rotated.
+# A head has 72 / 6 = 12 dimensions, and half of them are rotated.
 NEOX = dict(vocab_size=VOCAB, max_position_embeddings=N_CTX, num_hidden_layers=LAYERS)
 NEOX |= dict(num_attention_heads=HEADS, hidden_size=72, intermediate_size=D_MLP)
 NEOX |= dict(rotary_pct=0.5, layer_norm_eps=3e-3)
-# Heads together are 60 wide, the stream 66.
+# All heads together have 60 dimensions, and the stream has 66.
 LLAMA = dict(vocab_size=VOCAB, max_position_embeddings=N_CTX, num_hidden_layers=LAYERS)
 LLAMA |= dict(num_attention_heads=HEADS, num_key_value_heads=2, hidden_size=66, head_dim=10)
 LLAMA |= dict(intermediate_size=D_MLP, rms_norm_eps=3e-3)
 GPT2, BIGCODE = dict(GPT, layer_norm_epsilon=3e-3), dict(GPT, layer_norm_epsilon=2e-3)
 GEMMA2 = dict(LLAMA, query_pre_attn_scalar=7, sliding_window=5, attn_logit_softcapping=2.0)
-# A norm after a sublayer would magnify the rounding of what is small.
+# A larger eps, because a norm after a sublayer would magnify the rounding of small outputs.
 GEMMA2 |= dict(final_logit_softcapping=3.0, rms_norm_eps=1e-2)
 OLMO2 = dict(LLAMA, rms_norm_eps=3e-2)
 NEO = dict(vocab_size=VOCAB, max_position_embeddings=N_CTX, num_layers=LAYERS, num_heads=HEADS)
@@ -42,7 +42,9 @@ ROWS = json.loads(Path(__file__).with_name("parity.json").read_text())
 
 
 class Pair:
-    """A random model of `transformers`, and the same model loaded from what it saved."""
+    """A random model of `transformers` (`theirs`), and the same model loaded from its files
+    (`ours`).
+    """
 
     def __init__(self, row, directory):
         family, overrides = ROWS[row]
@@ -62,12 +64,13 @@ class Pair:
         self.ours = load(directory, verify=True)
 
     def reference(self, tokens):
-        """Return the values of `transformers` by our names, for tokens without padding, and the
-        logits.
+        """Return the logits and values of the model of `transformers`, by the names of our points.
+
+        The tokens must have no padding.
         """
         base = getattr(self.theirs.base_model, "decoder", self.theirs.base_model)
         layers = getattr(base, "h", None) or base.layers
-        last = []  # its last hidden state is the final norm's
+        last = []  # `hidden_states[-1]` is the output of the final norm, so record the last block
         handle = layers[-1].register_forward_hook(
             lambda module, inputs, output: last.append(output)
         )
@@ -87,17 +90,18 @@ class Pair:
         return values
 
 
-# Parts of parameter names, and the scale of their values times the root of the larger size. Scores
-# are then far apart, and no norm enlarges small values.
+# Parts of the names of parameters, and the scale of their random values, multiplied by the square
+# root of the larger size. With these scales, scores are far apart, and no norm enlarges small
+# values.
 SCALES = {"q_proj": 1.2, "k_proj": 1.2, "c_attn": 1.4, "query_key_value": 1.4}
 SCALES |= {"embed_tokens": 1.5, "embed_in": 1.5, "wte": 1.5}
 SCALES |= dict.fromkeys(("o_proj", "c_proj", "down_proj", "attention.dense", "dense_4h_to_h"), 0.5)
-# Without a norm before attention, scores are as far apart as the embeddings are.
+# OPT has no norm before attention here, so scores are far apart only if embeddings are.
 SCALES |= {"out_proj": 0.5, "fc2": 0.5, "embed_positions": 6.0}
 
 
 def randomise(model):
-    """Every weight matters: gains are not one, and biases are not zero."""
+    """Draw all weights at random, so that each matters: no gain is one, and no bias is zero."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -109,7 +109,8 @@ def test_the_type_of_the_weights(model, saved, tokens):
     assert {parameter.dtype for parameter in wide.parameters()} == {torch.float64}
     assert torch.equal(wide.ln_final.weight, model.ln_final.weight.double())
     path = saved / "model.safetensors"
-    weights = {key: value.clone() for key, value in load_file(path).items()}  # not in the file
+    # Copy the weights, because the file is overwritten.
+    weights = {key: value.clone() for key, value in load_file(path).items()}
     for kinds, expected in (
         ([torch.bfloat16, torch.float32], torch.float32),
         ([torch.bfloat16, torch.float16], torch.float32),
@@ -135,7 +136,8 @@ def test_an_unknown_model_lists_what_is_there(monkeypatch, tmp_path):
             load_tokenizer(nothing)
     with pytest.raises(FileNotFoundError, match=r"config.json .*model.safetensors"):
         load(tmp_path)
-    for name in ("tiny-lm", "svd-64-2l", "gpt2"):  # the last may be on the hub
+    # These are names of configs. Only "gpt2" may also be a name on the hub.
+    for name in ("tiny-lm", "svd-64-2l", "gpt2"):
         with pytest.raises(FileNotFoundError, match=f"build.'{name}'") as caught:
             load(name)
         assert ("has been disabled" in str(caught.value)) == (name == "gpt2")
@@ -200,11 +202,11 @@ def test_damaged_configs_are_errors(saved, unchecked):
         assert "\n" not in str(caught.value)
 
 
-# Shards and .bin files, also of our own format.
+# Weights in several files, and .bin files.
 
 
 def in_shards(directory, suffix="safetensors"):
-    """The directory's weights in two files with an index, and the files."""
+    """Move the weights of a directory into two files, and return the index and these files."""
     weights = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     stem = "model" if suffix == "safetensors" else "pytorch_model"
@@ -224,7 +226,7 @@ def test_shards(model, saved, tokens, suffix):
     assert torch.equal(load(saved)(tokens), model(tokens))
     described = json.loads(index.read_text())
     key = next(iter(described["weight_map"]))
-    described["weight_map"][key] = files[1].name  # the tensor is in the other file
+    described["weight_map"][key] = files[1].name  # the wrong file
     index.write_text(json.dumps(described))
     with pytest.raises(ValueError, match=f"index.json .*1 missing: {key}"):
         load(saved)
@@ -251,7 +253,8 @@ def test_bin_files(model, saved, tokens):
     loaded = load(saved)
     assert torch.equal(loaded(tokens), model(tokens))
     assert loaded.unembedding.weight is loaded.token_embedding.weight
-    torch.save(weights, path, _use_new_zipfile_serialization=False)  # as before torch 1.6
+    # PyTorch before 1.6 wrote files in this format.
+    torch.save(weights, path, _use_new_zipfile_serialization=False)
     assert torch.equal(load(saved)(tokens), model(tokens))
 
 
@@ -306,7 +309,8 @@ def test_damage_is_refused_or_changes_no_weight(form, tmp_path):
         path = tmp_path / "pytorch_model.bin"
         torch.save(dict(expected), path)
     whole, refused, draw = path.read_bytes(), 0, random.Random(0)
-    attributes = whole.find(b"PK\1\2", whole.find(b"data/0PK")) + 38  # of a record of weights
+    # The place of the attributes of a file with weights, in the directory of the zip file.
+    attributes = whole.find(b"PK\1\2", whole.find(b"data/0PK")) + 38
     places = {(draw.randrange(len(whole)), draw.randrange(8)) for _ in range(400)}
     places |= {(attributes, 4)} if form == "bin" else set()
     flipped = (whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :] for at, bit in places)
@@ -332,7 +336,10 @@ def test_bin_files_hold_tensors_by_names(saved):
 
 
 def test_damage_anywhere_in_a_bin_file_is_one_plain_line(saved, recwarn):
-    """In the older format, whose pickles fail in many ways."""
+    """The file has the older format of PyTorch.
+
+    Damage in its pickles causes many kinds of errors.
+    """
     (saved / "model.safetensors").unlink()
     path = saved / "pytorch_model.bin"
     torch.save({"ln_final.bias": torch.zeros(3)}, path, _use_new_zipfile_serialization=False)
@@ -359,7 +366,7 @@ print(peak_in_this_process(lambda: load(sys.argv[1])))
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", ["safetensors", "shards", "bin"])
 def test_loading_takes_little_more_memory_than_the_model(tmp_path, form):
-    """Of a GPT-2, whose matrices are all transposed when it is loaded."""
+    """The model is a GPT-2, because all its matrices are transposed when it is loaded."""
     d, layers, vocab = 512, 6, 14009
     shapes = {"wte.weight": (vocab, d), "wpe.weight": (64, d)}
     shapes |= {f"ln_f.{kind}": (d,) for kind in ("weight", "bias")}
@@ -460,7 +467,7 @@ def test_a_file_of_weights_alone_says_which_call_reads_it(model, tmp_path):
 
 
 def test_offline_the_hub_is_not_asked():
-    """The real library, told to stay offline, gives up at once, and in one line."""
+    """With HF_HUB_OFFLINE, the real library fails at once, and the error is one line."""
     pytest.importorskip("huggingface_hub")
     code = "from models.checkpoints import load; load('no-such/model')"
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": "/nonexistent", "PATH": ""}

@@ -14,7 +14,7 @@ from models.checkpoints.huggingface.families import FAMILIES
 from models.config import TransformerConfig
 from models.rotary_scaling import RotaryScaling
 
-# config.json of published models.
+# The content of config.json of published models.
 (
     GPT2,
     TINY_STARCODER,
@@ -257,7 +257,8 @@ def test_dropout_is_the_common_one_or_none():
     three = dict(embed_dropout=0.2, attention_dropout=0.2, resid_dropout=0.2)
     assert config_of(TINYSTORIES_8M, **three).dropout == 0.2
     assert config_of(TINYSTORIES_8M, **three | dict(resid_dropout=0.0)).dropout == 0.0
-    opt = {name: value for name, value in OPT_1_3B.items() if name != "dropout"}  # 0.1 by default
+    # Without the field, the default of `dropout` is 0.1.
+    opt = {name: value for name, value in OPT_1_3B.items() if name != "dropout"}
     assert config_of(opt, attention_dropout=0.1).dropout == 0.1
 
 
@@ -268,7 +269,7 @@ def test_contexts_that_scaling_stretches():
     yarn = dict(type="yarn", factor=4.0, original_max_position_embeddings=4096)
     assert n_ctx(rope_scaling=yarn) == 16384
     assert n_ctx(rope_scaling=yarn | dict(original_max_position_embeddings=512)) == 4096
-    # What transformers puts in for an original context that is not given.
+    # If the original context is not given, transformers takes the context of the config.
     assert n_ctx(rope_scaling=dict(type="yarn", factor=4.0)) == 16384
     linear = dict(type="linear", factor=4.0)
     assert n_ctx(rope_scaling=linear, max_sequence_length=16384) == 16384
@@ -277,7 +278,7 @@ def test_contexts_that_scaling_stretches():
     assert n_ctx(rope_scaling=None, max_sequence_length=16384) == 4096
 
 
-# Files: keys as other versions of transformers and other tools write them.
+# Files with keys that other versions of transformers and other tools write.
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=10, n_positions=7, vocab_size=11, n_inner=13)
 NEOX = dict(num_hidden_layers=2, num_attention_heads=2, hidden_size=8, intermediate_size=13)
@@ -292,7 +293,7 @@ LLAMA |= dict(vocab_size=11, max_position_embeddings=7, num_key_value_heads=2)
 
 @pytest.fixture
 def made(tmp_path):
-    """A directory with a small model of a family, and the model's state."""
+    """A function that saves a small model of a family, and returns its directory and the model."""
     transformers = pytest.importorskip("transformers")
     transformers.utils.logging.disable_progress_bar()
 
@@ -308,8 +309,8 @@ def made(tmp_path):
     return make
 
 
-# Attributes in files in addition to the attributes that `transformers` writes, and a length of
-# text.
+# More attributes than the ones that `transformers` writes, as other files have them, and the length
+# of a text.
 def rope(kind="yarn", beside=None, **numbers):
     given = {"original_max_position_embeddings": beside} if beside else {}
     return given | {"rope_scaling": {"type": kind, **numbers}}
@@ -340,7 +341,8 @@ def test_other_attributes_are_read_as_in_transformers(made, family, attributes, 
     model.save_pretrained(directory)
     path = directory / "config.json"
     described = json.loads(path.read_text()) | attributes
-    if "rope_scaling" in attributes:  # rope_parameters is the newer form
+    # rope_scaling is the older form. Replace the newer form by it.
+    if "rope_scaling" in attributes:
         described["rope_theta"] = described.pop("rope_parameters")["rope_theta"]
     path.write_text(json.dumps(described))
     theirs = type(model).from_pretrained(directory, attn_implementation="eager").eval()
@@ -387,7 +389,7 @@ def test_keys_to_ignore(made):
 
 
 def rewritten(directory, change):
-    """The model after its file's tensors have been changed."""
+    """Change the tensors in the file of a model, and load the model."""
     path = directory / "model.safetensors"
     state = load_file(path)
     save_file({k: v.clone() for k, v in change(state).items()}, path)
@@ -415,7 +417,8 @@ def test_keys_of_old_versions(made, family, module, buffers):
     expected = load(directory)
     old = {f"{module}.{name}": torch.ones(3) for name in buffers}
     assert parameters_equal(rewritten(directory, lambda state: state | old), expected)
-    prefix = FAMILIES[family].prefix  # GPT-2 and OPT were first published without the prefix
+    # The first files of GPT-2 and OPT have keys without this prefix.
+    prefix = FAMILIES[family].prefix
     bare = lambda state: {k.removeprefix(prefix): v for k, v in (state | old).items()}  # noqa: E731
     assert parameters_equal(rewritten(directory, bare), expected)
     other = {f"{module}.{buffers[0]}es": torch.ones(3)}
@@ -482,9 +485,8 @@ def test_an_index_may_err_about_what_is_ignored(made, suffix):
     write = save_file if suffix == "safetensors" else torch.save
     buffers = [f"model.layers.{n}.self_attn.rotary_emb.inv_freq" for n in (0, 1)]
     places = {key: f"{stem}-{n % 2}.{suffix}" for n, key in enumerate(sorted(state))}
-    for name in set(
-        places.values()
-    ):  # one buffer is in another file than in the index, and one is not in the index
+    # One buffer is in a file that the index does not name for it, and one is not in the index.
+    for name in set(places.values()):
         part = {key: state[key] for key in state if places[key] == name}
         write(part | {buffers[0]: torch.ones(2)}, directory / name)
     index = directory / f"{stem}.{suffix}.index.json"
@@ -495,7 +497,7 @@ def test_an_index_may_err_about_what_is_ignored(made, suffix):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_key_is_needed(made, family):
-    """Each tensor of a model, left out, is missed by its name."""
+    """If a tensor of the model is left out, the error names it."""
     model = made(family)[1]
     state = model.state_dict()
     if model.config.tie_word_embeddings:

@@ -21,7 +21,8 @@ REFUSED = {
     "post_embedding_ln": "post_embedding_ln must be False",
     "shortformer": r"shortformer positions \(.*\) were supported until .* got 'shortformer'",
 }
-# Angles are in float32 here, as transformers computes them, and in float64 there.
+# This package computes angles in float32, like transformers. TransformerLens computes them in
+# float64.
 ROTARY = 3e-8
 CENTRED = "ignore:TransformerLens centred these weights"
 
@@ -73,7 +74,8 @@ def test_without_a_config_what_is_assumed_is_said(name):
     with pytest.warns(UserWarning, match=r"attention_dir='causal', eps=1e-05"):
         model = from_transformer_lens({k: v for k, v in theirs.state.items() if "mask" not in k})
     assert (model.config.activation == "solu") == (name == "solu_ln")
-    if name != "local":  # only the masks of this model show it
+    # Without masks in the file, only the model "local" is loaded differently.
+    if name != "local":
         close(model(theirs.tokens), theirs.logits)
     else:
         with (
@@ -117,7 +119,8 @@ def test_a_part_of_a_config_is_enough():
     ],
 )
 def test_a_config_that_is_not_of_the_weights_is_refused(name, change, error):
-    if error is None:  # LNPre is LN with gains of 1
+    # No error: the norm LNPre is LN with gains of 1.
+    if error is None:
         theirs, model = converted(name, **change)
         close(model(theirs.tokens), theirs.logits)
         return
@@ -173,7 +176,7 @@ def test_files_are_loaded(form, tmp_path):
         load(path)
 
 
-# --- what the variants refuse
+# --- operations that some forms do not support
 
 
 def test_what_needs_the_order_of_a_text_is_refused_for_attention_both_ways():
@@ -202,7 +205,9 @@ def test_folded_weights_keep_the_probabilities(name):
 
 
 def test_a_share_of_rotated_dimensions_is_exact():
-    """30 / 44 of 44 is less than 30 in floating-point numbers."""
+    """The share of rotated dimensions is 30 / 44. In floating-point numbers, 30 / 44 * 44 is less
+    than 30, so it must be rounded.
+    """
     weights = {
         key: torch.zeros(3, 5, 44) if ".W_" in key and ".attn" in key else value
         for key, value in read("rotary").state.items()

@@ -15,7 +15,7 @@ np = pytest.importorskip("numpy", reason="gguf's arrays")
 
 LAYERS, N_CTX, VOCAB = 2, 41, 307
 HEADS, KV_HEADS, D_HEAD, D_MODEL, D_MLP = 6, 2, 10, 24, 44
-# Rows of whole blocks, of every type.
+# With these sizes, the rows of matrices are whole blocks of every quantised type.
 WIDE = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 128, "intermediate_size": 512}
 TOKENS = torch.randint(VOCAB, (2, 37), generator=torch.Generator().manual_seed(1))
 
@@ -48,7 +48,10 @@ def neox(**options):
 
 
 def gemma2(**options):
-    """Of the scale, the rotation and the even layers' window that llama.cpp presumes."""
+    """Return a Gemma 2 with the scale, the rotation and the windows that llama.cpp assumes.
+
+    The file does not contain them. Even layers have a window.
+    """
     presumed = dict(rope_theta=10_000.0, query_pre_attn_scalar=D_HEAD, sliding_window=9)
     caps = dict(attn_logit_softcapping=1.5, final_logit_softcapping=2.5, tie_word_embeddings=True)
     return llama("gemma2", **presumed | caps | options)
@@ -58,7 +61,7 @@ ARCHITECTURES = {"gpt_bigcode": "starcoder", "gpt_neox": "gptneox", "mistral": "
 
 
 def metadata_of(model):
-    """What llama.cpp's converter writes of a model."""
+    """Return the metadata that llama.cpp's converter writes for a model."""
     config = model.config
     kind = ARCHITECTURES.get(config.model_type, config.model_type)
     sizes = {
@@ -96,7 +99,7 @@ def metadata_of(model):
 
 
 def permuted(rows, n_heads):
-    """llama.cpp's convert_hf_to_gguf, LlamaModel.permute."""
+    """Return rows in the order of llama.cpp, as LlamaModel.permute in convert_hf_to_gguf does."""
     return (
         rows.reshape(n_heads, 2, len(rows) // n_heads // 2, *rows.shape[1:])
         .swapaxes(1, 2)
@@ -128,7 +131,8 @@ def tensors_of(model, encode=lambda weight: weight):
             value = permuted(value, config.num_attention_heads)
         if "k_proj" in name and kind == "llama":
             value = permuted(value, config.num_key_value_heads)
-        if "query_key_value" in name:  # GPT-NeoX's are by head
+        # In GPT-NeoX, queries, keys and values of one head are next to each other.
+        if "query_key_value" in name:
             by_head = value.reshape(config.num_attention_heads, 3, -1, *value.shape[1:])
             value = by_head.swapaxes(0, 1).reshape(value.shape)
         if kind == "gemma2" and name.endswith("norm.weight"):
@@ -138,7 +142,7 @@ def tensors_of(model, encode=lambda weight: weight):
 
 
 def write(path, metadata, tensors, kind=None):
-    """Matrices that are bytes are of the given kind already."""
+    """Write a GGUF file. Matrices of bytes are already encoded in the quantised type `kind`."""
     writer = gguf.GGUFWriter(path, metadata["general.architecture"])
     adders = {bool: writer.add_bool, str: writer.add_string, float: writer.add_float32}
     for key, value in metadata.items():
@@ -159,7 +163,7 @@ def write(path, metadata, tensors, kind=None):
 
 
 def written(path, model, metadata=(), tensors=()):
-    """A file of a model; what is None in the changes to metadata or tensors is left out."""
+    """Write the file of a model, with changes to its metadata and tensors. None leaves one out."""
     kept = {**tensors_of(model), **dict(tensors)}
     kept = {name: value for name, value in kept.items() if value is not None}
     return write(path, {**metadata_of(model), **dict(metadata)}, kept)
@@ -173,7 +177,7 @@ def load(path, **options):
 
 @torch.no_grad()
 def assert_same(ours, reference):
-    """Logits to 1e-5, of logits whose size is about 1."""
+    """Check that logits agree to 1e-5 of their standard deviation, which is about 1."""
     expected = reference(TOKENS).logits
     assert expected.std() > 0.5
     torch.testing.assert_close(ours(TOKENS), expected, atol=1e-5 * expected.std().item(), rtol=1e-5)
@@ -211,7 +215,7 @@ def test_logits_are_those_of_the_model_that_was_converted(path, name):
     assert not model.training
     assert model.config.tied_unembed == reference.config.tie_word_embeddings
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    # The weights are the model's own: they can be trained, and the file deleted.
+    # The weights do not depend on the file: it can be deleted, and the weights can be trained.
     path.unlink()
     before = [parameter.clone() for parameter in model.parameters()]
     model(TOKENS).square().mean().backward()
@@ -219,7 +223,8 @@ def test_logits_are_those_of_the_model_that_was_converted(path, name):
     assert not any(map(torch.equal, before, model.parameters()))
 
 
-# Where the halves that scale a block are, of types that the package can read and not write.
+# The places of the float16 numbers that scale a block. These are the types that the library `gguf`
+# can read, but not write, so the tests make random blocks.
 SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 SCALES |= {"IQ2_XXS": (0,), "IQ3_S": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
 WRITTEN = ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")
@@ -276,14 +281,14 @@ def test_a_type_that_cannot_be_read(path):
 
 @pytest.mark.parametrize("name", ["F32", "Q8_0"])
 def test_an_embedding_that_is_stored_twice_is_tied(path, name):
-    """llama.cpp's converter writes GPT-2's a second time, as the unembedding."""
+    """llama.cpp's converter writes the embedding of GPT-2 twice, also as the unembedding."""
     model, kind = gpt2(n_embd=32, n_head=2), gguf.GGMLQuantizationType.Q8_0
     tensors = tensors_of(model) if name == "F32" else tensors_of(model, encoder(name))
     tensors["output.weight"] = tensors["token_embd.weight"].copy()
     ours = load(write(path, metadata_of(model), tensors, kind))
     assert ours.unembedding.weight is ours.token_embedding.weight
     assert_same(ours, model)
-    tensors["output.weight"][-1, -1] += 1  # a byte, or a number
+    tensors["output.weight"][-1, -1] += 1  # changes a byte of a block, or a number in float32
     apart = load(write(path, metadata_of(model), tensors, kind))
     assert not torch.equal(apart.unembedding.weight, apart.token_embedding.weight)
 
@@ -312,7 +317,7 @@ SCALED = {
 
 @pytest.mark.parametrize("kind", SCALED)
 def test_scaled_rotation(path, kind):
-    """Ways of saying it that llama.cpp's converter does not use now."""
+    """Older files describe the scaling of rotary positions in other ways."""
     rope, said = SCALED[kind]
     reference = llama(**{"rope_scaling": rope | {"rope_theta": 500.0}} if rope else {})
     metadata = {f"llama.rope.{key}": value for key, value in said.items()}
@@ -379,7 +384,9 @@ def test_some_biases_without_others(path, group):
 
 
 def test_dimensions_keep_their_order_where_nothing_is_rotated(path):
-    """Logits do not tell: they are the same where queries and keys are permuted alike."""
+    """Compare the weights, because logits do not show the order of dimensions: they are the same if
+    queries and keys are permuted in the same way.
+    """
     reference = gpt2()
     attention = load(written(path, reference)).blocks[1].attn
     assert torch.equal(attention.qkv.weight, reference.transformer.h[1].attn.c_attn.weight.T)
@@ -425,8 +432,8 @@ def error(path):
         ("llama.vocab_size", 99),
         ("llama.embedding_length", None),
         ("llama.attention.layer_norm_rms_epsilon", None),
-        ("llama.rope.scaling.yarn_beta_fast", 16.0),  # without YaRN
-        ("llama.logit_scale", 2.0),  # not known
+        ("llama.rope.scaling.yarn_beta_fast", 16.0),  # a key of YaRN, but the file has no YaRN
+        ("llama.logit_scale", 2.0),  # a key that this architecture does not have
         ("llama.rope.freq_base", -0.5),
     ],
 )
@@ -478,7 +485,7 @@ def test_damaged_files_are_named(path):
     assert "byte order" in error(path)
 
 
-@pytest.mark.parametrize("kind", [4, 8, 9, 13])  # numbers, texts, arrays, and no kind
+@pytest.mark.parametrize("kind", [4, 8, 9, 13])  # of numbers, texts, arrays; 13 does not exist
 def test_a_huge_length_of_an_array_ends_at_once(path, kind):
     array = struct.pack("<IIQ", 9, kind, 2**62)
     path.write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + array + bytes(1000))

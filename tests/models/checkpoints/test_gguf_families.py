@@ -12,10 +12,10 @@ from models import load
 from tests.count import ROOT
 
 gguf = pytest.importorskip("gguf", reason="reads GGUF")
-from models.checkpoints.gguf_config import ARCHITECTURES, READ_BY_TRANSFORMERS  # noqa: E402 - reads gguf
+from models.checkpoints.gguf_config import ARCHITECTURES, READ_BY_TRANSFORMERS  # noqa: E402 - needs gguf
 
 HERE = ROOT / "tests" / "gguf"
-# What the error names.
+# Architectures that are not supported, and the words that the error must contain.
 REFUSED = {
     "arcee": ("'arcee'", "squared ReLU"),
     "bloom": ("'bloom'", "ALiBi"),
@@ -86,7 +86,7 @@ def test_the_line_in_the_error_loads_the_model(name):
 
 
 def rewritten(path, name, keys=None, tensors=None):
-    """A file with other keys and tensors; those that are None are left out."""
+    """Write a file again with some keys and tensors changed. None leaves a key or a tensor out."""
     source = gguf.GGUFReader(HERE / f"{name}.gguf")
     architecture = source.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(path, architecture)
@@ -121,7 +121,9 @@ def rewritten(path, name, keys=None, tensors=None):
 def test_scaled_rotation_is_not_sent_through_the_reader_of_transformers(
     tmp_path, name, keys, tensors
 ):
-    """It ignores the scaling in silence."""
+    """The error must not suggest the GGUF reader of `transformers`, because it silently ignores the
+    scaling.
+    """
     message = error(rewritten(tmp_path / "it.gguf", name, keys, tensors))
     assert "gguf_file" not in message
     assert "the folder that the file was made from" in message
@@ -130,7 +132,7 @@ def test_scaled_rotation_is_not_sent_through_the_reader_of_transformers(
 @pytest.mark.parametrize(
     ("name", "tensor"),
     [
-        ("phi2", "blk.1.attn_norm.bias"),  # both sublayers read it
+        ("phi2", "blk.1.attn_norm.bias"),  # both sublayers read this norm
         ("stablelm", "blk.0.ffn_norm.weight"),
         ("stablelm-parallel", "blk.0.attn_norm.weight"),
         ("falcon-new", "blk.1.attn_norm_2.weight"),
@@ -157,12 +159,12 @@ def test_a_norm_is_shared_in_parallel_blocks_only(tmp_path):
         ("cohere", "residual_scale", 2.0),
         ("llama", "logit_scale", 2.0),
         ("qwen2", "attention.sliding_window", 7),
-        ("granite", "rope.scaling.finetuned", False),  # llama.cpp's switch of rotation
+        ("granite", "rope.scaling.finetuned", False),  # in llama.cpp, it switches rotation off
         ("llama", "expert_count", 8),
         ("glm4", "nextn_predict_layers", 1),
         ("olmo3", "rope.freq_base_swa", 9000.0),
         ("olmo3", "attention.sliding_window_pattern", [True, False]),
-        ("gemma3-plain", "rope.freq_base_swa", None),  # then it is 10,000
+        ("gemma3-plain", "rope.freq_base_swa", None),  # without the key, the base is 10,000
         ("gemma3-plain", "rope.scaling.factor", 8.0),
     ],
 )
@@ -172,7 +174,7 @@ def test_keys_that_would_change_the_logits_are_named(tmp_path, name, key, value)
 
 
 def test_norms_of_queries_in_other_forms_are_named(tmp_path):
-    """Command R+ has a LayerNorm of each head, with a gain for each."""
+    """In Command R+, the queries of each head have a LayerNorm with gains of their own."""
     norms = {f"blk.{layer}.attn_q_norm.weight": torch.ones(6, 4).numpy() for layer in (0, 1)}
     message = error(rewritten(tmp_path / "it.gguf", "cohere", {}, norms))
     assert "attn_q_norm" in message
@@ -190,7 +192,7 @@ def test_what_llama_cpp_presumes_without_a_key(tmp_path):
     assert torch.equal(zeros(tokens), original(tokens))
     uncapped = rewritten(path, "gemma3-plain", {"final_logit_softcapping": None})
     assert load(uncapped).config.logit_cap == 0
-    # The largest Gemma 3 alone divides by the mean size of a head.
+    # Only the largest Gemma 3 (62 layers) scales scores by d_model / n_heads instead of d_head.
     sizes = {"n_layers": 62, "d_model": 24, "n_heads": 6, "d_head": 10}
     assert ARCHITECTURES["gemma3"].from_sizes(sizes)["attn_scale"] == 4**-0.5
 
@@ -201,7 +203,7 @@ PATTERN = "attention.sliding_window_pattern"
 @pytest.mark.parametrize(
     ("keys", "windows"),
     [
-        ({PATTERN: None}, (7, 7, 7)),  # three layers of four
+        ({PATTERN: None}, (7, 7, 7)),  # the default: every fourth layer has no window
         ({PATTERN: 2}, (7, 0, 7)),
         ({PATTERN: [True] * 3}, (7, 7, 7)),
         ({PATTERN: [False] * 3}, (0, 0, 0)),

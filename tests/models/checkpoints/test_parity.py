@@ -1,5 +1,6 @@
-"""Every family against `transformers`: logits, hidden states and patterns, padded, in pieces, in
-bfloat16.
+"""Every family, compared with `transformers`: logits, hidden states and patterns.
+
+Texts are also padded, read in pieces, and run in bfloat16.
 """
 
 import pytest
@@ -36,7 +37,7 @@ def close(ours, theirs, name=None, atol=1e-5):
 
 
 def seen(model, *args, **kwargs):
-    """Our logits, and our values under the names that a reference has."""
+    """Run our model, and return its logits and the values that a reference has too."""
     names = POINTS + ["ln_final.normalized"] * model.config.final_norm
     logits, cache = HookedRunner(model).run_with_cache(*args, names=names, **kwargs)
     return {"logits": logits, **cache}
@@ -65,7 +66,7 @@ def test_logits_streams_and_patterns(pair, tokens):
     assert 1 < ours["logits"].abs().max() < 30
     for layer in range(LAYERS):
         pattern = ours[f"blocks.{layer}.attn.pattern"]
-        assert pattern[:, :, -1].max() > 2 / POS  # even attention would test little
+        assert pattern[:, :, -1].max() > 2 / POS  # attention is not uniform
 
 
 @pytest.mark.sampled(12)
@@ -121,7 +122,7 @@ def test_a_file_in_half_precision_is_read_as_float32(pair, dtype, tokens, tmp_pa
     with torch.no_grad():
         expected = theirs.eval()(tokens).logits
         rounding = (pair.theirs(tokens).logits - expected).abs().max()
-    assert rounding > 1e-4  # it would not tell the types apart
+    assert rounding > 1e-4  # the file in half precision really has other numbers
     close(load(tmp_path, dtype=torch.float32)(tokens), expected)
 
 
@@ -139,7 +140,7 @@ def test_padding_changes_nothing(pair, side):
 
 @torch.no_grad()
 def read(model, pieces, mask=None):
-    """Logits of tokens that are read piece by piece into a KV cache."""
+    """Return the logits of tokens that are read piece by piece into a cache of keys and values."""
     cache, parts = KVCache(max_context=N_CTX), []
     for piece in pieces:
         now = None if mask is None else mask[:, : cache.length + piece.shape[1]]

@@ -1,5 +1,7 @@
-"""Contexts of part of a run: repeated for several edits, and taken up after a position on the same
-past.
+"""Contexts of a part of a run: repeated for several edits, or continued after a position.
+
+A context contains the masks and positions that blocks need. A continued context also has the keys
+and values of earlier positions, its past.
 """
 
 import pytest
@@ -53,13 +55,15 @@ CASES += [(name, mask) for name in ("pre", "like llama", "window") for mask in l
 
 @pytest.fixture(params=[512, 3])
 def block(request, monkeypatch):
-    """Masks are computed once for all layers, or by blocks in each layer."""
+    """Set the size of blocks. With large blocks, masks are computed once for all layers. With small
+    blocks, each layer computes the masks of its blocks.
+    """
     for module in (kernels, masks):
         monkeypatch.setattr(module, "BLOCK", request.param)
 
 
 class Run:
-    """A whole run of the blocks: each one's stream, keys and values."""
+    """A run of all blocks, with the streams, keys and values of each block."""
 
     def __init__(self, name, mask):
         self.model, self.tokens = variant(name), some_tokens()
@@ -71,7 +75,7 @@ class Run:
             )
 
     def past(self, pos):
-        """Of the columns before `pos`, as they entered attention: [batch, kv_head, key, d_head]."""
+        """Return keys and values before `pos` for each layer, [batch, kv_head, key, d_head]."""
         return [
             tuple(self.cache[part, layer][:, :pos].transpose(1, 2) for part in ("k", "v"))
             for layer in range(self.layers)
@@ -79,7 +83,7 @@ class Run:
 
     @torch.no_grad()
     def blocks(self, first, resid, context, hooks=None):
-        """The stream that leaves the last block, from the one that enters the first of these."""
+        """Run the blocks from `first` on, and return the stream after the last block."""
         with self.runner.hooks(hooks or {}):
             for block in self.model.blocks[first:]:
                 resid = block(resid, context)
@@ -135,7 +139,7 @@ def test_edits_as_rows_give_what_each_gives_alone(name, mask):
 @pytest.mark.parametrize("name", ["pre", "like llama", "window"])
 @pytest.mark.parametrize("mask", ["none", "left", "3-D"])
 def test_a_context_may_be_taken_up_twice(name, mask):
-    """Positions count from the start of the text."""
+    """Both positions count from the start of the text."""
     run = Run(name, mask)
     context = run.context.after(2, run.past(2)).after(5, run.past(5))
     close(
@@ -160,7 +164,7 @@ def test_embeddings_of_a_part_are_those_of_the_whole(mask):
 
 
 def test_one_text_in_many_copies_shares_its_masks():
-    """If one row is valid for all, nothing is copied."""
+    """If the context of one text is valid for all copies, nothing is copied."""
     model = variant("like llama")
     context = model.context(some_tokens(shape=(1, POS)), attention_mask=torch.ones(1, POS).long())
     repeated = context.repeated(COPIES)

@@ -39,7 +39,10 @@ def build(form="learned"):
 
 @torch.no_grad()
 def continued(model, prompt, new=NEW, choose=torch.argmax, run=None, stop=()):
-    """`prompt` and its continuation: the whole text is read again for every token."""
+    """Return a prompt with its continuation.
+
+    The model reads the whole text again for each token.
+    """
     text = list(prompt)
     for _ in range(new):
         text.append(int(choose((run or model)(torch.tensor([text]))[0, -1])))
@@ -49,7 +52,9 @@ def continued(model, prompt, new=NEW, choose=torch.argmax, run=None, stop=()):
 
 
 def calls(model):
-    """The lengths of the pieces that the model was run on, noted as long as the list is in use."""
+    """Return a list that gets the length of each piece that the model reads, and its hook's
+    handle.
+    """
     lengths = []
     return lengths, model.register_forward_hook(
         lambda module, args, output: lengths.append(args[0].shape[1])
@@ -88,7 +93,9 @@ def test_chunks_of_the_prompts_change_nothing(form, chunk):
 @pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.float32])
 @pytest.mark.parametrize("left", [0, 2, 9])
 def test_padding_is_left_out(left, kind):
-    """On the right, on both sides, and on the left as far as it goes."""
+    """`left` is the number of columns of padding on the left, if there are so many. The other
+    columns of padding are on the right.
+    """
     model, padded = build("windows"), []
     for prompt in PROMPTS:
         before = min(left, 8 - len(prompt))
@@ -162,7 +169,7 @@ def test_a_row_draws_what_it_draws_alone(form):
     "options", [dict(temperature=0.6), dict(temperature=1.4, top_k=9, top_p=0.8, min_p=0.1)]
 )
 def test_draws_are_those_of_full_reruns(options):
-    """Row i is drawn by its own generator from what the options leave of the rerun's logits."""
+    """The tokens of row i are drawn by the generator of this row, from the logits of a full run."""
     model, sampling = build("rotary"), Sampling(**options)
     rows = generate(model, PROMPTS, max_new_tokens=NEW, seed=90, **options)
     for row, prompt in enumerate(PROMPTS):
@@ -232,7 +239,7 @@ def test_steps_hold_tokens_logits_and_who_is_running(form):
     whole = [continued(model, prompt) for prompt in PROMPTS]
     stop = whole[1][len(PROMPTS[1]) + 1]
     expected = [continued(model, prompt, stop=[stop]) for prompt in PROMPTS]
-    options = dict(temperature=3.0, top_k=1)  # act on a copy of the logits
+    options = dict(temperature=3.0, top_k=1)  # they must not change the logits that are returned
     steps = list(generate_steps(model, PROMPTS, max_new_tokens=NEW, stop=[stop], **options))
     assert steps[0].running.all()
     for row, (prompt, text) in enumerate(zip(PROMPTS, expected, strict=True)):
@@ -316,8 +323,9 @@ EDITS = {
 
 
 def relevant(cache, name, real, windows):
-    """Which entries of a value mean something: those of real tokens, keys up to the query and in
-    reach.
+    """Return True for the entries of a value that have a meaning.
+
+    They belong to real tokens, and keys are not after the query and not outside the window.
     """
     axes = cache.axes(name)
     at = torch.arange(real.shape[1])
@@ -335,7 +343,9 @@ def relevant(cache, name, real, windows):
     [*((form, EDITS, PROMPTS, 3) for form in FORMS), ("rotary", {}, [[3, 1, 4, 1, 5]], 1024)],
 )
 def test_a_cache_over_a_generation_is_that_of_a_full_rerun(edits, prompts, chunk, form):
-    """Every point, under the same edits; a padded batch is given to the rerun with its padding."""
+    """The values at every point equal a full run of the generated texts, with the same edits and
+    the same padding.
+    """
     model = build(form)
     runner, longest = HookedRunner(model), max(map(len, prompts))
     run = functools.partial(generate, model, max_new_tokens=NEW, prefill_chunk=chunk)
@@ -361,7 +371,7 @@ def test_a_cache_over_a_generation_is_that_of_a_full_rerun(edits, prompts, chunk
         assert cache.axes(name) == whole.axes(name)
         matters = relevant(cache, name, real, model.config.windows)
         close(cache[name] * matters, value * matters, atol=1e-4)
-    # Keys that no query of the generation can see were not computed.
+    # In a generation, the scores of queries with later keys are not computed, so they are 0.
     last = cache["scores", 0][:, :, :, -1]
     assert not last[:, :, :-1].any()
     assert last[:, :, -1].all()
@@ -369,7 +379,7 @@ def test_a_cache_over_a_generation_is_that_of_a_full_rerun(edits, prompts, chunk
 
 @pytest.mark.parametrize("at", ["ln_final", "ln_final.scale", "unembedding", "logit_cap"])
 def test_listening_after_the_last_block_sees_all_positions(at):
-    """Only the logits of the last position are computed."""
+    """A generation computes only the logits of the last position, but hooks see all positions."""
     model, shapes = build("capped"), []
     runner = HookedRunner(model)
 
@@ -382,12 +392,14 @@ def test_listening_after_the_last_block_sees_all_positions(at):
     assert shapes == [7, 1, 1]
 
 
-# Where numbers are made otherwise, and the limits.
+# Other precisions and devices, and limits.
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_types(dtype):
-    """Half precision rounds otherwise in pieces: the logits are compared, along the text made."""
+    """In half precision, a text that is read in pieces is rounded differently. So compare the
+    logits along the generated text, not the text itself.
+    """
     model = Transformer(build("windows").config).eval()
     model.load_state_dict(build("windows").state_dict())
     model = model.to(dtype)
@@ -429,7 +441,7 @@ BAD = [
     (dict(max_new_tokens=13, max_context=20), "19 positions; got 7 and 13"),
     (dict(temperature=-1.0), "temperature .*-1.0"),
     (dict(prompts="text"), "tokenizer"),
-    # Numbers that would have to be rounded.
+    # Tokens must be integers.
     *((dict(prompts=prompts), "integers") for prompts in ([[1.5]], torch.ones(2, 3))),
     (dict(stop=29), r"stop .*29\).* 29"),
     (dict(prefill_chunk=0), "prefill_chunk .*0"),
@@ -469,7 +481,7 @@ def test_where_a_longer_context_is_possible_the_error_says_how():
 
 def test_training_mode_is_refused():
     model = Transformer(TransformerConfig(**SIZES, dropout=0.5)).eval()
-    # One block is enough to draw at random.
+    # One block in training mode is enough, because its dropout is random.
     model.blocks[1].train()
     for function in (generate, generate_steps):
         with pytest.raises(ValueError, match=r"model.eval\(\)"):

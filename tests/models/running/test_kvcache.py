@@ -1,5 +1,6 @@
-"""KVCache: a text in pieces gives the same numbers as the whole text, in bounded memory, also after
-a failure.
+"""KVCache: a text that is read in pieces gives the same numbers as the whole text.
+
+The memory is bounded, and a run that fails does not change the cache.
 """
 
 import contextlib
@@ -44,9 +45,7 @@ UNWINDOWED = [form for form in FORMS if form not in WINDOWED]
 
 @pytest.fixture(autouse=True)
 def _numbers(monkeypatch):
-    """Buffers grow often, blocks of queries are short, and only tests that ask for
-    graphs get any.
-    """
+    """Use small buffers that grow often, and small blocks of queries. Switch gradients off."""
     monkeypatch.setattr(module, "STEP", STEP)
     for blocks in (kernels, masks):
         monkeypatch.setattr(blocks, "BLOCK", 4)
@@ -87,7 +86,7 @@ def close(ours, theirs, atol=2e-5):
 
 
 def read(model, pieces, cache, mask=None):
-    """Logits of a text that is read piece by piece."""
+    """Return the logits of a text that is read piece by piece."""
     parts = []
     for piece in pieces:
         end = cache.length + piece.shape[1]
@@ -125,8 +124,8 @@ def test_patterns_of_pieces_are_rows_of_the_whole_pattern(form):
 
 
 def left_padded(seed=3):
-    """Rows of several lengths, the same padded on the left with tokens that would matter, and the
-    mask.
+    """Return texts of several lengths, the batch of these texts with padding on the left, and its
+    mask. The padding consists of ordinary tokens, so a model that reads it gives other numbers.
     """
     rows = [text(1, length, seed=seed + length) for length in LENGTHS]
     padded, mask = text(len(rows), LENGTH, seed=seed).clone(), torch.zeros(3, LENGTH).bool()
@@ -147,7 +146,9 @@ def expected_alone(form):
     ("sizes", "hooked"), [([3, 1, 1, 8], True), ([1] * LENGTH, False), ([8, 5], False)]
 )
 def test_a_left_padded_batch_in_pieces_gives_each_row_what_it_gets_alone(form, sizes, hooked):
-    """Some pieces of a row contain only padding. Both forms of attention return finite numbers."""
+    """Some pieces of a text contain only padding. The explicit and the fused form of attention
+    still return finite numbers.
+    """
     model = build(form)
     _, padded, mask = left_padded()
     hooks = {"*.scores": lambda value, point: None} if hooked else {}
@@ -176,7 +177,7 @@ def test_right_padding_is_refused_where_windows_count_on_the_last_keys():
     with pytest.raises(ValueError, match="padding"):
         model(text(2, LENGTH), attention_mask=mask, kv_cache=cache)
     assert cache.length == 0
-    # Without a cache the windows count real tokens only.
+    # Without a cache, the same mask is allowed: windows count real tokens.
     logits = model(text(2, LENGTH), attention_mask=mask)
     close(logits[0, :9], by_prefix(model, text(2, LENGTH)[:1, :9])[0])
 
@@ -194,14 +195,17 @@ def test_a_cache_that_holds_padding_does_not_forget_it(form):
     for row, alone in enumerate(expected_alone(form)):
         close(torch.cat(logits, 1)[row, mask[row]], alone)
         close(model(padded[:, 8:], kv_cache=copy.deepcopy(branch))[row], alone[-5:])
-        if form == "learned":  # a mask of queries and keys does not make padding real either
+        # A mask of queries and keys does not change padding to real tokens either.
+        if form == "learned":
             by_query = dict(query_key_mask=torch.ones(LENGTH, LENGTH).tril()[8:])
             close(model(padded[:, 8:], kv_cache=copy.deepcopy(branch), **by_query)[row], alone[-5:])
 
 
 @pytest.mark.parametrize("first", ["none", "all real", "padded", "by query"])
 def test_what_was_read_cannot_be_declared_padding_later(first):
-    """The reverse is an error too: positions and the keys that later tokens saw would not match."""
+    """Padding cannot become real tokens later either. In both cases, the positions and keys of
+    earlier pieces would be wrong.
+    """
     model, cache = build("rotary"), KVCache()
     tokens, mask = text(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.bool)
     padded = mask.clone()
@@ -238,7 +242,9 @@ def test_a_mask_of_queries_and_keys_holds_in_pieces_or_is_refused(form, ndim):
 
 
 def test_edits_of_keys_and_values_are_in_the_cache():
-    """The hooks acted on the first piece only; a rerun edits those positions only."""
+    """The edits are active only for the first piece. The reference is a run of the whole text, in
+    which the same edits act only at the positions of this piece.
+    """
     model, tokens = build("grouped"), text(2, LENGTH)
     runner = HookedRunner(model)
     edits = {
@@ -263,7 +269,7 @@ def test_edits_of_keys_and_values_are_in_the_cache():
 
 
 def size(heads, positions, batch=2, width=D_HEAD, itemsize=4):
-    """Bytes of the keys and the values of one layer."""
+    """Return the bytes of the keys and values of one layer."""
     return 2 * batch * heads * positions * width * itemsize
 
 
@@ -278,7 +284,9 @@ def test_full_layers_grow_in_steps_up_to_max_context():
 
 @pytest.mark.parametrize(("piece", "window"), [(1, 3), (2, 5), (7, 3), (7, 11)])
 def test_a_window_bounds_the_memory(piece, window):
-    """However long the text: the window, the new piece, and two steps of room at most."""
+    """A layer keeps at most the window, the new piece, and the room of two steps, for any
+    length.
+    """
     model = build("rotary", n_ctx=71, window=window, window_layers=(0, 2))
     cache, tokens = KVCache(), text(2, 67)
     for part in tokens.split(piece, 1):
@@ -291,14 +299,13 @@ def test_a_window_bounds_the_memory(piece, window):
 
 @pytest.mark.parametrize("window", [0, 1, STEP, 2 * STEP])
 def test_buffers_are_moved_once_a_step_at_most(window, monkeypatch):
-    """Also where the window is as wide as a step or several."""
+    """This also holds if the window is as wide as one step or several steps of the buffer."""
     buffers, extended = [], module.LayerCache.append
 
     def noting(*args):
         keys, values = extended(*args)
-        buffers.append(
-            keys.untyped_storage()
-        )  # keep the storage alive, so that no address occurs twice
+        # Keep the storage alive, so that no address occurs twice.
+        buffers.append(keys.untyped_storage())
         return keys, values
 
     monkeypatch.setattr(module.LayerCache, "append", noting)
@@ -317,7 +324,7 @@ def test_half_precision_is_kept_in_half_precision():
     logits, whole = read(model, pieces, cache), model(text(2, LENGTH))
     assert logits.dtype == torch.bfloat16
     assert cache.nbytes == wide.nbytes / 2
-    # Eight bits of precision, at each of some dozen steps.
+    # bfloat16 has eight bits of precision, and there are some dozen steps that round.
     close(logits.float(), whole.float(), atol=0.03 * whole.abs().max().item())
 
 
@@ -414,7 +421,7 @@ def test_what_is_refused_leaves_the_cache_as_it_was(change, match):
     ],
 )
 def test_another_model_is_refused(other):
-    """Some of them would fit by broadcasting."""
+    """Without the check, PyTorch would broadcast the keys of some of these models."""
     first = dict(ROTARY, positions="sinusoidal")
     model, cache = build(**first), KVCache()
     model(text(2, 5), kv_cache=cache)
@@ -457,7 +464,7 @@ def test_a_plan_and_a_call_without_tokens_leave_the_cache_as_it_was(start):
 
 
 def gradients(model, run):
-    """The gradients of a loss over all logits."""
+    """Return the gradients of the weights, for a loss over all logits."""
     model.zero_grad()
     run().log_softmax(-1)[..., 5].sum().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -466,7 +473,7 @@ def gradients(model, run):
 @pytest.mark.parametrize("form", ["learned", "window", "grouped", "capped window"])
 @pytest.mark.parametrize("sizes", [[LENGTH], [6, 1, 1, 5]])
 def test_gradients_flow_through_pieces(form, sizes):
-    """This also holds after a run that ended early and whose keys were overwritten."""
+    """A text in pieces has the gradients of the whole text, also after a run that ended early."""
     model, tokens, cache = copy.deepcopy(build(form)), text(2, LENGTH), KVCache()
     with torch.enable_grad():
         whole = gradients(model, lambda: model(tokens))
@@ -478,7 +485,7 @@ def test_gradients_flow_through_pieces(form, sizes):
 
 
 def test_what_was_read_without_gradients_goes_on_with_them():
-    """The gradient of the later piece alone: the cached keys are constants."""
+    """The cached keys and values have no gradient, so they are constants for the later piece."""
     model, tokens, cache = copy.deepcopy(build()), text(2, LENGTH), KVCache()
     model(tokens[:, :6], kv_cache=cache)
     with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Sampling against transformers' own cuts, distributions worked out by hand, and counted draws."""
+"""Sampling, compared with `transformers`, with distributions by hand, and with counts of draws."""
 
 import math
 
@@ -14,12 +14,12 @@ EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=N
 
 
 def of(*probabilities):
-    """Logits [1, vocab] of a distribution, shifted: only differences count."""
+    """Return logits [1, vocab] of a distribution. A constant is added, which must not matter."""
     return torch.tensor([probabilities]).log() + 3
 
 
 def left(logits, **options):
-    """What a sampling draws from, as probabilities of the first row."""
+    """Return the probabilities from which the sampling draws the token of the first row."""
     return Sampling(**options).cut(logits).softmax(-1)[0].tolist()
 
 
@@ -31,7 +31,7 @@ def generators(*seeds):
     return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 
-# What is cut.
+# The tokens that the options exclude.
 
 FOUR = of(0.4, 0.3, 0.2, 0.1)
 
@@ -49,9 +49,9 @@ def test_logits_are_left_alone_and_may_forbid_tokens():
 
 
 def test_of_tied_tokens_the_first_ones_are_left():
-    """In half precision, logits are often equal.
+    """In half precision, several logits are often equal.
 
-    The most likely token is the same with and without top-k.
+    Of equal logits, the first tokens are kept, so top-k with k=1 is the greedy token.
     """
     logits = torch.tensor([[1.0, 5.0, 5.0, 5.0, 2.0]])
     for k in (1, 2, 3):
@@ -94,7 +94,10 @@ def test_the_cuts_are_those_of_transformers(seed, temperature, top_k, top_p, min
 
 
 def test_tokens_are_drawn_as_often_as_they_are_probable():
-    """Pearson's chi-square; 13.8 is exceeded once in a thousand at two degrees of freedom."""
+    """Pearson's chi-square test.
+
+    With two degrees of freedom, 13.8 is exceeded once in a thousand.
+    """
     draws, sampling = 3000, Sampling(temperature=0.5, top_k=3)
     drawn = sampling.choose(FOUR.expand(draws, -1), generators(11) * draws)
     counts = torch.bincount(drawn, minlength=4)
@@ -117,7 +120,7 @@ def test_each_row_draws_from_its_own_generator():
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-7, 9.9e-7])
 def test_below_a_millionth_the_most_probable_token_is_taken(temperature):
-    """The two logits are so close that sampling at any temperature would draw both tokens."""
+    """Two logits are so close that sampling at any other temperature would draw both tokens."""
     logits = torch.tensor([[1.0, 2.0, 2.0 + 1e-9, 0.0]], dtype=torch.float64).repeat(64, 1)
     generator = torch.Generator().manual_seed(0)
     before = generator.get_state()

@@ -1,4 +1,8 @@
-"""Charsmaps, compared with pairs computed by hand. SentencePiece 0.2.3 returns the same."""
+"""Charsmaps, the tables with which SentencePiece normalises a text.
+
+They are compared with pairs of texts that were computed by hand. SentencePiece 0.2.3 returns the
+same.
+"""
 
 import pickle
 import random
@@ -9,7 +13,7 @@ import pytest
 tokenizers = pytest.importorskip("tokenizers", reason="needs the extra hf")
 pytest.importorskip("gguf", reason="needs the extra hf")
 
-from models import load_tokenizer  # noqa: E402  # after the libraries that it needs
+from models import load_tokenizer  # noqa: E402  # needs the libraries above
 from models.text.charsmap import Charsmap  # noqa: E402
 from tests.models.text.vocabularies import ORIGINALS, unigrams, write_gguf  # noqa: E402
 
@@ -52,15 +56,16 @@ NORMALISED = {
 
 
 def written(table):
-    """A charsmap as SentencePiece has it: a double array, where a child is at the exclusive or of
-    an offset and its byte.
+    """Return a charsmap in SentencePiece's format: a double array.
+
+    The child of a node for a byte is at the exclusive or of the node's offset and the byte.
     """
     tree, texts = {}, b""
     for key, text in table.items():
         branch = tree
         for byte in key.encode():
             branch = branch.setdefault(byte, {})
-        branch[0] = len(texts)  # the place of what replaces it
+        branch[0] = len(texts)  # the place of the text that replaces the key
         texts += text.encode() + b"\0"
     units, taken, bases = [0] * 4096, {0}, iter(range(256, 4096))
 
@@ -92,14 +97,20 @@ def test_the_longest_sequence_is_replaced(text, charsmap):
 
 
 def test_a_text_is_no_child():
-    """The number of the second text, 258, ends in the byte 2, and is at the place of child 2."""
+    """The place of a text must not be read as a child of the node.
+
+    The place of the second text is 258. Its last byte is 2, and it is stored where the child for
+    the byte 2 would be.
+    """
     charsmap = Charsmap(written({"a": "X" * 257, "b": "Y"}))
     normalizer = tokenizers.normalizers.Normalizer.custom(charsmap)
     assert normalizer.normalize_str("\2b\2") == "\2Y\2"
 
 
 def test_the_library_reads_a_table_otherwise():
-    """If this fails, `Precompiled` may have learned it."""
+    """The library `tokenizers` does not follow SentencePiece here, so this package reads the table
+    itself. If this test fails, `Precompiled` of the library may be correct now.
+    """
     theirs = tokenizers.normalizers.Precompiled(written(TABLE))
     assert theirs.normalize_str("e\u0301 \u33a2") == "\u00e9 km2"  # so the table is valid
     assert theirs.normalize_str("a\u3000\u0301b") == "a b"
@@ -108,7 +119,7 @@ def test_the_library_reads_a_table_otherwise():
 
 @pytest.fixture(scope="module")
 def pieces(tmp_path_factory):
-    """Pieces of one character, in a file with the table and in a file without it."""
+    """A function that writes a GGUF tokenizer of single characters, with or without the table."""
     characters = sorted({*"".join(TABLE), *"".join(NORMALISED.values()), "[", "]", "▁", "\n"})
     original = unigrams()
     vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("[ab]", 0.0)]
@@ -179,7 +190,7 @@ def test_tables_that_are_damaged(pieces):
     whole = written(TABLE)
     cut = [b"\1", b"\0" * 8, whole[:400], struct.pack("<I", 7) + whole[4:], whole[:-1]]
     leads_out = struct.pack("<II", 4 * 4096, 1 << 30) + whole[8:]
-    # Unit 299 is inside, but some of its 256 children are not.
+    # Unit 299 is inside the table, but some of its 256 children would be outside.
     children_lead_out = struct.pack("<I", 4 * 300) + bytes(4 * 300)
     text_behind_all = whole[: 4 + 4 * 4096]
     no_utf_8 = whole.replace(b"km2", b"k\xff2")

@@ -1,4 +1,4 @@
-"""Chats: texts are those of `transformers`, and spans are where the contents are."""
+"""Chats: the texts equal the texts of `transformers`, and spans are the positions of the contents."""
 
 import json
 
@@ -42,7 +42,7 @@ MESSAGES = [
 
 
 def made(template):
-    """A tokenizer of transformers that splits texts at each character."""
+    """Return a tokenizer of transformers whose tokens are characters, with a chat template."""
     alphabet = {chr(n): n for n in range(10, 127)} | {
         "é": 127,
         "<unk>": 128,
@@ -73,7 +73,7 @@ def test_a_chat_is_written_as_transformers_writes_it(name, prompt, tmp_path):
     ours = load_tokenizer(tmp_path)
     assert ours.chat_template.render(MESSAGES, prompt, **options) == expected
     model = load("pydoc-4l")
-    model.tokenizer = theirs  # also as an object
+    model.tokenizer = theirs  # a tokenizer of transformers works too
     written = chat(model, MESSAGES, add_generation_prompt=prompt, **options)
     assert written.texts == (expected,)
     assert written.tokens.tolist() == [ours.encode(expected)]
@@ -115,7 +115,7 @@ ENDED = "{% for m in messages %}{{ m.content }}; {% endfor %}"
 
 
 def chats(*pairs):
-    """Chats of a question and an answer."""
+    """Return chats, each of a question and an answer."""
     several = [
         [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
         for asked, answer in pairs
@@ -212,7 +212,8 @@ def test_what_a_template_refuses_or_changes_is_one_error(tmp_path):
         chat(model, [*MESSAGES, {"role": "user"}], template="x")
     with pytest.raises(ValueError, match="the tokenizer contain no template"):
         chat(model, MESSAGES)
-    with pytest.raises(ValueError, match="must accept the messages"):  # no way to Python's insides
+    # A template has no access to the internals of Python.
+    with pytest.raises(ValueError, match="must accept the messages"):
         ChatTemplate("{{ ''.__class__.__mro__ }}").render(MESSAGES)
     left_out = chat(model, MESSAGES[:2], template="{{ messages[1].content }}")
     assert left_out.spans["system"] == [[]]

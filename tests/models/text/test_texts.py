@@ -1,6 +1,4 @@
-"""Texts in, texts out: strings, lists and tensors wherever a model takes tokens, and words in what
-analyses return.
-"""
+"""Strings, lists and tensors in place of tokens, and words as labels in results."""
 
 import copy
 import pickle
@@ -23,7 +21,7 @@ IDS = [[3, 4, 6], [3, 5, 6, 7, 3, 8]]
 
 
 class Spaced:
-    """A tokenizer of words, in which a word after a space is another token."""
+    """A tokenizer of words. A word and the same word after a space are two different tokens."""
 
     bos_token_ids = ()
     eos_token_ids = (1,)
@@ -51,7 +49,7 @@ class Spaced:
 
 
 def reading(**choices):
-    """A model of words with three more tokens than its tokenizer."""
+    """Return a model whose vocabulary has three more tokens than its tokenizer of words."""
     from models import Transformer, TransformerConfig
 
     sizes = {**SIZES, "vocab_size": 30, **choices}
@@ -64,7 +62,7 @@ def reading(**choices):
 
 
 def library_of(pieces, template=None):
-    """A tokenizer of `transformers` that splits at spaces, with a template."""
+    """Return a tokenizer of `transformers` that splits texts at spaces."""
     transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     tokenizers = pytest.importorskip("tokenizers", reason="needs the extra hf")
     words = tokenizers.models.WordLevel(
@@ -104,8 +102,9 @@ def test_every_form_of_a_text_gives_the_same_tokens():
 
 
 def encodings():
-    """What a tokenizer gives for the same two texts: tensors padded on either side, arrays, lists
-    without padding.
+    """Yield outputs of tokenizers for the same two texts.
+
+    They are tensors with padding on either side, arrays, and lists without padding.
     """
     from transformers import BatchEncoding
 
@@ -467,15 +466,15 @@ def test_an_answer_that_may_be_two_tokens_is_refused():
 
 
 def test_an_answer_is_one_token_where_only_one_fits():
-    """A tokenizer that drops the first space has one token for both.
-
-    Another has the word only after a space.
+    """An answer is unambiguous in two cases. The first tokenizer drops the first space, so the word
+    and the word after a space are one token. The second has a token only for the word after a
+    space.
     """
     model = reading()
     model.tokenizer = library_of(WORDS)
     assert Pairs("the cat", answers="dog").read_by(model).answers.tolist() == [5]
     tokenizer = Spaced()
-    tokenizer.pieces[5] = "elsewhere"  # " dog" is a token, "dog" is none
+    tokenizer.pieces[5] = "elsewhere"  # now " dog" is a token, and "dog" is not
     model.tokenizer = tokenizer
     assert Pairs("the cat", answers="dog").read_by(model).answers.tolist() == [17]
 
@@ -663,7 +662,7 @@ def test_tokenizers_show_tokens_of_any_shape():
 
 @pytest.mark.parametrize("site", ["resid_pre", "z", "pattern"])
 def test_a_mask_by_query_reaches_every_analysis(site):
-    """A bidirectional model: its runs, edited and whole, are those of the mask."""
+    """With a mask in which all queries see all keys, every run of an analysis uses this mask."""
     model = reading()
     clean, other = (model.to_tokens(text).tokens for text in ("the cat sat on", "the dog sat on"))
     mask = {"query_key_mask": torch.ones(4, 4)}
@@ -685,7 +684,7 @@ def test_a_mask_by_query_reaches_every_analysis(site):
     everything = metric(interp.run_circuit(model, pairs, kept))
     scores = interp.edge_attribution(model, pairs)
     torch.testing.assert_close(estimate.base, base)
-    torch.testing.assert_close(scores.base, target)  # noising
+    torch.testing.assert_close(scores.base, target)  # edges use noising, so the base is clean
     torch.testing.assert_close(everything, target)
     assert (scores.values - interp.edge_attribution(model, causal).values).abs().max() > 1e-3
 

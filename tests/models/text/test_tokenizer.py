@@ -36,7 +36,8 @@ from tests.models.text.vocabularies import (
 GPT2 = ROOT.parent / "shared" / "data" / "gpt2"
 BYTES = [*PRINTABLE, *(byte for byte in range(256) if byte not in PRINTABLE)]
 MERGES = ["l l", "h e", "he ll", "Ġ w", "Ã ©"]
-# 256 signs, then 256 ll, 257 he, 258 hell, 259 " w", 260 é, 261 the end of a text.
+# The tokens 0 to 255 are signs of bytes. Then come 256 "ll", 257 "he", 258 "hell", 259 " w", 260
+# "é" and 261, the end of a text.
 VOCABULARY = {piece: i for i, piece in enumerate([*SIGNS, "ll", "he", "hell", "Ġw", "Ã©", END])}
 TEXTS = [
     "",
@@ -55,8 +56,9 @@ TEXTS = [
 def write(
     directory, vocabulary=VOCABULARY, merges=MERGES, names=("vocab.json", "merges.txt"), **files
 ):
-    """A directory with a vocabulary, merges, and other JSON files by the first part of
-    their names.
+    """Write a vocabulary, merges, and other JSON files to a directory, and return it.
+
+    The keywords are the names of the other files, without ".json".
     """
     (directory / names[0]).write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
     (directory / names[1]).write_text("\n".join(["#version: 0.2", *merges, ""]), encoding="utf-8")
@@ -66,7 +68,7 @@ def write(
 
 
 def other(vocabulary, merges):
-    """OpenAI's implementation."""
+    """Return a tokenizer of `tiktoken`, OpenAI's implementation."""
     signs = dict(zip(SIGNS, BYTES, strict=True))
     pieces = [*SIGNS, *(merge.replace(" ", "") for merge in merges)]
     return tiktoken.Encoding(
@@ -79,7 +81,7 @@ def other(vocabulary, merges):
 
 @pytest.fixture(scope="module", params=["small", "GPT-2"])
 def both(request, tmp_path_factory):
-    """A tokenizer of two files, and the other implementation of them."""
+    """A tokenizer that is read from two files, and OpenAI's implementation of the same files."""
     if request.param == "small":
         directory = write(tmp_path_factory.mktemp("pair"), names=("encoder.json", "vocab.bpe"))
     elif not (directory := GPT2).is_dir():
@@ -184,7 +186,8 @@ def test_byte_pairs_of_any_text_and_texts_of_any_tokens(both, text, data):
 def test_numbers_need_not_follow_the_merges(tmp_path):
     pieces = ["<s>", "</s>", "hell", *reversed(SIGNS), "Ã©", "he", "madeupword0000", "Ġw", "ll"]
     tokenizer = load_tokenizer(write(tmp_path, {piece: i for i, piece in enumerate(pieces)}))
-    # Reversed, the signs take 258 down to 3: an o is 258 - 78, and a space 258 - 220.
+    # The signs are in reverse order and have the numbers 258 down to 3: an "o" is 258 - 78, and a
+    # space is 258 - 220.
     assert tokenizer.encode("hello w<s> é</s>") == [2, 180, 262, 0, 38, 259, 1]
     assert tokenizer.tokens_as_text([263, 261, 260, 180]) == ["ll", "madeupword0000", "he", "o"]
 
@@ -305,7 +308,7 @@ def test_spaces_and_bytes_as_sentencepiece_writes_them(saved):
         decoder=decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()]),
         added=[AddedToken("<s>", special=True)],
     )
-    # A byte's token is 7 and the byte.
+    # The token of a byte is 7 plus the byte.
     assert ours.encode("th é<s>") == [6, 2, 7 + 0xC3, 7 + 0xA9, 1]
     assert ours.decode([6, 3, 7 + 0xC3, 7 + 0xA9, 1]) == " thté<s>"
     texts = ours.tokens_as_text([6, 3, 7 + 0xC3, 7 + 0x0A, 1, 2])
@@ -348,7 +351,7 @@ def test_what_the_library_leaves_out_is_refused(parts, text, tokens, refused, sa
     assert saved(kinds.BPE({"b": 0}, [])).bos_token_ids == ()
 
 
-# Which files are taken.
+# The order in which files are looked for.
 
 
 def test_the_files_are_looked_for_in_order(tmp_path):
@@ -407,9 +410,9 @@ def test_damaged_files_are_named(name, content, tmp_path):
 
 
 def tekken(path, **changes):
-    """Write a small tekken.json.
+    """Write a small tekken.json, and return a tokenizer of `tiktoken` with the same tokens.
 
-    Return the tokenizer of mistral-common: special tokens first, then tiktoken's tokens.
+    In mistral-common, special tokens come first, and tiktoken's tokens follow.
     """
     signs, trained_ = dict(zip(SIGNS, BYTES, strict=True)), json.loads(byte_level().to_str())
     pieces = [*SIGNS, *("".join(pair) for pair in trained_["model"]["merges"])]
@@ -417,7 +420,8 @@ def tekken(path, **changes):
     pieces = [*dict.fromkeys([*pieces, "aa", "aaa", "aaaaa", "ĠĠ", "ĠĠĠ", "qzjq"])]
     tokens = [bytes(signs[sign] for sign in piece) for piece in pieces]
     tokens = [*map(bytes, ([byte] for byte in range(256))), *(t for t in tokens if len(t) > 1)]
-    extra = [{"rank": len(tokens), "token_bytes": "IQ==", "token_str": "!"}]  # beyond the size
+    # This entry is beyond `default_vocab_size`, so it is not a token.
+    extra = [{"rank": len(tokens), "token_bytes": "IQ==", "token_str": "!"}]
     size = {"default_vocab_size": len(tokens) + 29, "default_num_special_tokens": 29}
     entries = [
         {"rank": n, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
@@ -442,7 +446,8 @@ def test_tekken_is_what_tiktoken_makes_of_it(tmp_path):
         "".join("ab \n=é漢"[letter] * length for letter, length in zip(*run, strict=True))
         for run in zip(letters, lengths, strict=True)
     ]
-    plain = [text for text in TEXTS if "<s>" not in text]  # special tokens are recognised in a text
+    # Leave out texts with special tokens, which our tokenizer recognises in a text.
+    plain = [text for text in TEXTS if "<s>" not in text]
     for text in [*plain, *runs, " qzjq", "qzjq", CORPUS]:
         tokens = [29 + token for token in other.encode(text, disallowed_special=())]
         assert ours.encode(text) == tokens
@@ -516,11 +521,11 @@ def test_dropout_is_off(tmp_path):
         assert [loaded.encode(text) for text in TEXTS] == expected
 
 
-# Where a text begins and ends.
+# Tokens at the beginning and at the end of a text.
 
 
 def begun(directory, template, **files):
-    """A directory with a tokenizer of Llama 2's kind, and a template for texts."""
+    """Write a tokenizer like Llama 2's, with a template for the beginning and the end of texts."""
     original, specials = sentence_pieces(), [("<s>", 1), ("</s>", 2)]
     original.post_processor = processors.TemplateProcessing(template, special_tokens=specials)
     original.save(str(write(directory, **files) / "tokenizer.json"))
@@ -573,9 +578,8 @@ def test_the_tokens_of_phi_3_take_the_spaces_after_them(name, after, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", make(), name=name, **more)
     ours = load_tokenizer(path)
     assert len(ours.encode("</s>  ")) == 1 + after
-    assert (
-        len(ours.encode("<s>  ")) == 1 + 3
-    )  # one of three special tokens that do not match spaces after them
+    # `<s>` does not remove the spaces after it.
+    assert len(ours.encode("<s>  ")) == 1 + 3
 
 
 @pytest.mark.parametrize(
@@ -603,11 +607,13 @@ def test_beginnings_and_ends_in_gguf(name, said, start, end, tmp_path):
     assert ours.bos_token_id == said["bos_token_id"]
 
 
-# Text in, text out.
+# Generation of texts.
 
 
 def saying(vocab_size, *rows, **options):
-    """A model that continues each row with given tokens, and the tokens that it reads first."""
+    """Return a model that continues each row with given tokens, and a list of the tokens that it
+    read.
+    """
     sizes = dict(n_ctx=29, n_layers=1, n_heads=1, d_model=2)
     model = Transformer(TransformerConfig(vocab_size=vocab_size, **sizes, **options)).eval()
     steps, read = zip(*rows, strict=True), []
@@ -631,8 +637,8 @@ def saying(vocab_size, *rows, **options):
     ],
 )
 def test_text_in_text_out(pair, options, ends, texts):
-    """The four bytes of a character make one; the end of a text is not shown, other stop tokens
-    are.
+    """Four tokens of bytes become one character. The token for the end of a text is not shown, and
+    other stop tokens are shown.
     """
     rows = [172, 253, 246, 222, 261], [259, 78, 78, 78, 172]
     model, _ = saying(262, *rows, eos_token_ids=ends)

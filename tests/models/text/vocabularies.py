@@ -1,5 +1,6 @@
-"""Small tokenizers of the kinds that files hold, made by `tokenizers`, and the GGUF files that hold
-them.
+"""Small tokenizers of the kinds that model files contain, trained with the library `tokenizers`.
+
+`write_gguf` writes them into GGUF files.
 """
 
 import json
@@ -10,7 +11,8 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers,
 from tokenizers import models as kinds
 
 END, USER = "<|endoftext|>", "<\uff5cUser\uff5c>"
-# The signs of the 256 bytes, in GPT-2's order: printable Latin-1, then what stands for the rest.
+# The signs of the 256 bytes, in GPT-2's order: first the printable characters of Latin-1, then the
+# characters that stand for all other bytes.
 PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 SIGNS = [chr(code) for code in (*PRINTABLE, *range(256, 324))]
 
@@ -19,12 +21,15 @@ Don't we'll I've they're 1234567890 3.14 (x_1 != y[0]) { return; } naïve Größ
     Four spaces   three, tabs\t\tand lines.
 
 The other theories of the same hooks, hooked where other values pass, are not the same theory."""
-# As in Llama 3's tokenizer.json.
+# The pattern in Llama 3's tokenizer.json.
 LLAMA_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def trained(model, splitter, pieces, n_merges=None, added=(), normalizer=None):
-    """A tokenizer of a vocabulary of 400, whose later merges are left out if asked for."""
+    """Return a tokenizer that is trained to a vocabulary of 400.
+
+    Only the first `n_merges` merges remain. Default: all.
+    """
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer = splitter
@@ -38,7 +43,7 @@ def trained(model, splitter, pieces, n_merges=None, added=(), normalizer=None):
     return tokenizer
 
 
-# The patterns that llama.cpp applies in turn if a file names none.
+# The patterns that llama.cpp applies one after another if a file names no pattern.
 FOUR = (
     r"[\p{P}\$\+<=>\^~\|]+",
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
@@ -48,9 +53,9 @@ FOUR = (
 
 
 def byte_level(llama_3=False, patterns=()):
-    # Trained on words as GPT-2 splits them; other patterns split some of these words.
+    # Train on words as GPT-2 splits them. Other patterns then split some of these words.
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    # Llama 3's vocabulary has words that no merges lead to.
+    # Llama 3's vocabulary has words that no sequence of merges produces.
     model, n_merges = kinds.BPE(ignore_merges=llama_3), 40 if llama_3 else None
     tokenizer = trained(model, words, SIGNS, n_merges, [END, USER, "<think>", "    "])
     tokenizer.decoder = decoders.ByteLevel()
@@ -62,7 +67,7 @@ def byte_level(llama_3=False, patterns=()):
 
 
 def sentence_pieces(prefix=True):
-    """A tokenizer of Llama 2's kind."""
+    """Return a tokenizer like Llama 2's: BPE with "▁" for spaces and with tokens for bytes."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     model = kinds.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     tokenizer = trained(model, pre_tokenizers.Metaspace(), pieces, None, pieces[:3])
@@ -77,7 +82,7 @@ def sentence_pieces(prefix=True):
 
 
 def gemma_4():
-    """BPE on whole lines, with spaces and bytes as SentencePiece writes them."""
+    """Return a tokenizer like Gemma 4's: BPE on whole lines, with SentencePiece's spaces and bytes."""
     pieces = ["<pad>", "<eos>", "<bos>", *(f"<0x{byte:02X}>" for byte in range(256))]
     lines = pre_tokenizers.Split(Regex(r"[^\n]+|[\n]+"), "isolated")
     spaces = normalizers.Replace(" ", "▁")
@@ -90,7 +95,7 @@ def gemma_4():
 
 
 def word_pieces(lowercase=True):
-    """BERT's, with its defaults."""
+    """Return a tokenizer like BERT's, with BERT's defaults."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     tokenizer = tokenizers.Tokenizer(kinds.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
@@ -102,7 +107,7 @@ def word_pieces(lowercase=True):
 
 
 def unigrams(prefix="always"):
-    """T5's: the cut of a text with the best sum of scores."""
+    """Return a tokenizer like T5's. It splits a text so that the sum of the scores is largest."""
     special = ["<pad>", "</s>", "<unk>"]
     tokenizer = tokenizers.Tokenizer(kinds.Unigram())
     tokenizer.normalizer = normalizers.Sequence(
@@ -118,7 +123,7 @@ def unigrams(prefix="always"):
 
 
 def write_gguf(path, tokenizer, model, architecture="llama", name=None, **more):
-    """Return a tokenizer as llama.cpp's converter writes it. Keys with None are left out."""
+    """Write a tokenizer to a GGUF file, as llama.cpp's converter does. Keys with None are left out."""
     added = tokenizer.get_added_tokens_decoder()
     pieces = [tokenizer.id_to_token(token) for token in range(tokenizer.get_vocab_size())]
     written = json.loads(tokenizer.to_str())["model"]
@@ -127,7 +132,8 @@ def write_gguf(path, tokenizer, model, architecture="llama", name=None, **more):
     scores = {"llama": [-float(ranks.get(piece, 0)) for piece in pieces]}
     if model == "t5":
         scores["t5"] = [score for _, score in written["vocab"]]
-    if model == "bert":  # the pieces that begin a word are marked
+    # In GGUF files, the pieces that begin a word are marked, not the others.
+    if model == "bert":
         said_pieces = [
             p if t in added else p[2:] if p[:2] == "##" else f"▁{p}" for t, p in enumerate(pieces)
         ]

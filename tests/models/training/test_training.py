@@ -55,7 +55,7 @@ def test_loss_is_the_cross_entropy_of_the_next_token(model, tokens):
 
 @pytest.mark.parametrize("walks", [0, torch.tensor([[0], [20], [40], [60]])], ids=["text", "walks"])
 def test_samples_are_stretches_of_the_text_and_reach_its_end(walks):
-    """No window of walks joins two."""
+    """If the text is a table of walks, no sample contains parts of two walks."""
     text = torch.arange(11) + walks
     drawn = sample_batch(text, 400, 4, torch.Generator().manual_seed(0))
     assert drawn.shape == (400, 4)
@@ -78,7 +78,7 @@ def test_walks_are_split_and_measured_as_wholes():
 
 
 def test_another_loss_is_minimised_and_measured():
-    """Whether the first token of a row occurs again, from two logits at the last token."""
+    """The loss of this test predicts from the last token if the target is even or odd."""
 
     def loss(model, rows):
         return torch.nn.functional.cross_entropy(
@@ -121,7 +121,9 @@ def test_evaluation_is_the_mean_over_consecutive_windows():
 
 
 def test_half_precision_is_measured_in_float32():
-    """A mean of 2048 losses of about 7.6, where float16 would be rounded or overflow."""
+    """The result is a mean of 2048 losses of about 7.6. In float16, their sum would be rounded or
+    overflow.
+    """
     model = tiny(vocab_size=2000, n_ctx=128).to(torch.float16)
     text = torch.randint(2000, (16 * 128 + 1,), generator=torch.Generator().manual_seed(3))
     expected = evaluate(copy.deepcopy(model).double(), text).nats
@@ -129,7 +131,7 @@ def test_half_precision_is_measured_in_float32():
 
 
 def test_a_simple_pattern_is_learned_and_sampled_perfectly():
-    """Addition of 3 modulo 11, another check of appendix B."""
+    """The text counts in steps of 3 modulo 11: another check from appendix B."""
     pattern = [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8]
     model = tiny(vocab_size=11, n_ctx=16, d_model=16, tied_unembed=False)
     text = torch.tensor((pattern * 40)[:400])
@@ -147,9 +149,12 @@ def test_a_simple_pattern_is_learned_and_sampled_perfectly():
 
 
 def test_several_steps_are_a_loop_of_torchs_adamw():
-    """Rate, moments, decay, clipping and draws, against the textbook loop without fusing."""
+    """Learning rate, moments, decay, clipping and samples equal a simple loop with AdamW of
+    PyTorch.
+    """
     settings = config(learning_rate=0.05, clip=0.4, betas=(0.8, 0.95), weight_decay=0.3)
-    # In float32 Adam would blow up the rounding of gradients that are zero, those of key biases.
+    # Use float64. The gradients of key biases are zero up to rounding, and in float32 Adam would
+    # turn this rounding into large steps.
     model, twin = tiny().double(), tiny().double()
     result = train(model, TEXT, settings, validation=TEXT[:20])
     many, few = [], []
@@ -203,7 +208,10 @@ def test_training_is_decided_by_its_seed_alone_and_leaves_torchs_own_generator()
 
 
 def test_a_text_is_split_and_sampled_from_its_first_part_alone():
-    """The held-out part is another text altogether, so that a leak would be learned."""
+    """The held-out part is a different text.
+
+    If the model saw it, its validation loss would fall.
+    """
     text = torch.cat([torch.tensor([0, 1] * 90), torch.tensor([2, 3] * 10)])
     model = tiny(tied_unembed=False)
     settings = config(steps=60, learning_rate=2e-2, evaluate_every=25)
@@ -283,7 +291,7 @@ def ctrl_c():
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, stop, error, saved):
     model = tiny(dropout=0.4)
     straight = train(model, TEXT, config(), directory=tmp_path / "straight")
-    # Else a resumed run that forgot the generator of dropout would pass.
+    # Dropout changes the losses. Otherwise a resumed run that draws other dropout would pass.
     assert straight.losses[0] != train(tiny(), TEXT, config()).losses[0]
     broken = tiny(dropout=0.4)
     with pytest.raises(error):
@@ -396,7 +404,7 @@ def saved(tmp_path):
 
 @contextmanager
 def limit(size):
-    """Files may not grow beyond a size: a write fails in the system, as on a full disk."""
+    """Limit the size of files in a `with`. A larger write fails, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -405,7 +413,8 @@ def limit(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-# The log is written first. With 0.999 only the last part of torch's file does not fit.
+# `share` is the size limit as a share of the checkpoint. With 0, the log fails, because it is
+# written first. With 0.999, only the end of the checkpoint does not fit.
 @pytest.mark.parametrize(
     ("share", "name"), [(0, "log.jsonl"), (0.5, "checkpoint.pt"), (0.999, "checkpoint.pt")]
 )
@@ -441,12 +450,14 @@ def test_a_full_disk_while_logging_is_said(tmp_path):
         train(tiny(), TEXT, config(evaluate_every=7), directory=tmp_path)
 
 
-# What is not finite.
+# Losses and weights that are not finite.
 
 
 @pytest.mark.parametrize(("step", "what"), [(4, "the loss.* step 5"), (6, "weights.* step 6")])
 def test_nan_stops_and_is_not_saved(tmp_path, step, what):
-    """A weight is spoiled after a step: the next loss shows it, or the checkpoint would hold it."""
+    """A weight becomes NaN after a step. Either the next loss shows it, or the check before a
+    checkpoint finds it.
+    """
     model = tiny()
 
     @torch.no_grad()
@@ -504,7 +515,7 @@ def test_a_setting_outside_its_range_is_named(field, value):
         (torch.zeros(1).long(), r"\(1, 1\)"),
         (torch.zeros(3, 1).long(), r"\(3, 1\)"),
         (torch.zeros(0, 9).long(), r"\(0, 9\)"),
-        # Cross-entropy would leave this target out.
+        # PyTorch's cross entropy would ignore the target -100.
         (torch.tensor([[1, 2, -100]]), "-100"),
         (torch.tensor([[1, 2, 5]]), "5"),
     ],
@@ -590,7 +601,10 @@ def test_a_file_that_is_no_checkpoint_is_refused(saved):
 
 
 def test_a_damaged_checkpoint_is_refused_or_gives_the_same(saved):
-    """Flip bits, zero blocks, cut off ends. Some changes hit bytes without a meaning."""
+    """Flip bits, set blocks to zero, or cut off the end of a checkpoint.
+
+    Some changes hit bytes without a meaning. Then the resumed run gives the same result.
+    """
     path, straight = saved / "checkpoint.pt", tiny()
     train(straight, TEXT, config())
     whole, draw, refused = path.read_bytes(), random.Random(0), 0

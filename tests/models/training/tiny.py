@@ -1,4 +1,4 @@
-"""A model, a text and settings so small that a run of training takes milliseconds."""
+"""A model, a text and settings that are so small that a training run takes milliseconds."""
 
 import torch
 
