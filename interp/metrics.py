@@ -29,7 +29,7 @@ from interp.numbers.precision import divergence
 _LAST = Selection(-1)
 
 
-def logit_diff(right: SeveralTokens, wrong: SeveralTokens, pos: "Tokens" = -1) -> Metric:
+def logit_diff(right: "SeveralTokens", wrong: "SeveralTokens", pos: "Tokens" = -1) -> Metric:
     """Return a metric: the logit of the right token minus the logit of the wrong token, in logits.
 
     Args:

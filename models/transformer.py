@@ -13,6 +13,7 @@ from hooks.base import (
     HintsAtNames,
     NoOthers,
     Texts,
+    hides_others,
     refuse,
     require_integer,
     require_kind,
@@ -125,6 +126,7 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
         """True if the logits at a position do not depend on later tokens."""
         return self.config.causal
 
+    @hides_others
     def forward(
         self,
         tokens: Texts | Float[Tensor, "batch _pos d_model"],

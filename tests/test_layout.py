@@ -224,6 +224,25 @@ def test_public_names_show_how_they_are_used(package):
     assert not silent
 
 
+FACES = "interp.directions interp.alignment interp.store interp.features interp.edits interp.plots"
+# A config has a field for each difference between architectures.
+LONG = {"TransformerConfig"}
+
+
+@pytest.mark.parametrize("module", [*PUBLIC, *FACES.split()])
+def test_help_begins_with_a_signature_that_a_person_can_read(module):
+    package = importlib.import_module(module)
+    for name in {*package.__all__} - LONG:
+        value = getattr(package, name)
+        if inspect.isfunction(value) or inspect.isclass(value):
+            try:
+                signature = str(inspect.signature(value))
+            except ValueError:  # Python does not know the signature of some exceptions and types.
+                continue
+            assert len(signature) <= 600, f"{name} has a signature of {len(signature)} characters"
+            assert "NoOthers" not in signature, name
+
+
 # Both cases run in one process, to test that calls are counted anew in each test.
 @pytest.mark.xdist_group("shapes")
 @pytest.mark.parametrize("again", [False, True])

@@ -101,4 +101,4 @@ from hooks.base.transfer import (
     to_device,
 )
 from hooks.base.widening import HALF, at_least_float32, wide_dtype
-from hooks.base.words import NoOthers, Words, forwards_in, refuse
+from hooks.base.words import NoOthers, Words, forwards_in, hides_others, refuse

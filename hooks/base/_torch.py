@@ -381,8 +381,8 @@ def refuse_unbound(function: Callable[..., Any], args: Any, kwargs: Any, error: 
 
     signature = inspect.signature(function)
     name = getattr(function, "__name__", "the function")
-    # The message of Python begins with `name()` if the arguments of the call do not fit.
-    if f"{name}()" not in str(error):
+    # The message of Python begins with `name()`, or `Class.name()`, if the arguments do not fit.
+    if not str(error).partition(" ")[0].endswith(f"{name}()"):
         return
     try:
         signature.bind(*args, **kwargs)

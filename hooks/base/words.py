@@ -15,9 +15,11 @@ import difflib
 import inspect
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from hooks.base.hints import argument_hint
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 OURS = {
     *("names", "mode", "lazy", "run", "hooks", "backward", "receipts", "bos", "side"),
@@ -106,8 +108,24 @@ class NoOthers(typing.TypedDict):
     """The type of the `**others` of a function that accepts no other keywords.
 
     The function is declared with `**others: Unpack[NoOthers]`, so a type checker rejects them. At
-    run time the function passes them to `refuse`, whose error lists close matches.
+    run time the function passes them to `refuse`, whose error lists close matches. `hides_others`
+    hides them from the signature that `help` shows.
     """
+
+
+def hides_others(function: F) -> F:
+    """Hide `**others` from the signature of a function. The function itself is unchanged.
+
+    >>> @hides_others
+    ... def double(x: int, **others: typing.Unpack[NoOthers]) -> int:
+    ...     return 2 * x
+    >>> inspect.signature(double)
+    <Signature (x: int) -> int>
+    """
+    signature = inspect.signature(function)
+    named = [part for part in signature.parameters.values() if part.kind is not part.VAR_KEYWORD]
+    vars(function)["__signature__"] = signature.replace(parameters=named)
+    return function
 
 
 def refuse(others: Iterable[str], function: Callable[..., Any], what: str) -> None:

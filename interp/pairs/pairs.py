@@ -18,6 +18,7 @@ from hooks.base import (
     as_text,
     each_text,
     explains_calls,
+    hides_others,
     is_batch,
     refuse,
     require_choice,
@@ -153,6 +154,7 @@ class Pairs(plots.Shown):
     solved_of: int | None = None
     continuations: Continuations | None = None
 
+    @hides_others
     def __init__(
         self,
         clean: "Texts",

@@ -15,6 +15,7 @@ from hooks import CacheError
 from hooks.base import (
     NoOthers,
     generator,
+    hides_others,
     require_integer,
     require_module,
     shown,
@@ -267,6 +268,7 @@ class Activations(plots.Shown):
         """
         return Shared(partial(self.batches, size, seed, names, window=window))
 
+    @hides_others
     def statistics(
         self,
         names: Sequence[str] | None = None,

@@ -14,6 +14,7 @@ from hooks.base import (
     Index,
     NoOthers,
     Texts,
+    hides_others,
     require_callable,
     require_kind,
     shows_progress,
@@ -34,6 +35,7 @@ _READING = "for example: lambda model, cache: head_scores(model, cache, 'inducti
 
 @shows_progress
 @without_gradients
+@hides_others
 def statistics(
     model: nn.Module,
     texts: "Texts",

@@ -23,6 +23,7 @@ from hooks.base import (
     NoOthers,
     Text,
     Texts,
+    hides_others,
     is_columns,
     is_integer,
     is_one_text,
@@ -174,6 +175,7 @@ def generate_text(
     return texts[0] if is_one else texts
 
 
+@hides_others
 def generate_steps(
     model: Transformer,
     prompts: "Texts",

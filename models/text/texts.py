@@ -15,6 +15,7 @@ from hooks.base import (
     Text,
     Texts,
     columns_of,
+    hides_others,
     is_columns,
     is_integer,
     is_one_text,
@@ -98,6 +99,7 @@ class ReadsText:
         """
         return 0
 
+    @hides_others
     def to_tokens(
         self,
         texts: Texts,
