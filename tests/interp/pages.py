@@ -10,14 +10,14 @@ import interp.report as reports
 
 
 def numbers(packed):
-    """The array of a picture's part."""
+    """Return the array that a part of a page contains."""
     raw = bytearray(base64.b64decode(packed["base64"]))
     dtype = {"f4": torch.float32, "f8": torch.float64}[packed["type"]]
     return torch.frombuffer(raw, dtype=dtype).view(packed["shape"])
 
 
 def embedded(page):
-    """The parts of the page by heading."""
+    """Return the parts of a page by their headings."""
     parts = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])["parts"]
     return {part["heading"]: part for part in parts}
 
@@ -27,7 +27,7 @@ def scores_of(page, kind):
 
 
 def patches_of(page):
-    """By site the shares [layer, place]."""
+    """Return the shares of activation patching on a page, [layer, place], by site."""
     sites = {f"Patching: {heading}": site for site, heading in reports.SITES.items()}
     return {
         sites[heading]: numbers(part["values"])[0]

@@ -8,7 +8,7 @@ from interp.graph.circuit import Circuit
 from models import Transformer, TransformerConfig
 
 V, N = 13, 11
-# The parts of the stream: this token, its position, the token before it, and the answer.
+# The residual stream has four parts: the token, its position, the token before it, and the answer.
 TOKEN, PLACE, BEFORE, ANSWER = (
     slice(0, V),
     slice(V, V + N),
@@ -20,7 +20,10 @@ PREVIOUS, INDUCTION = (0, 1), (1, 2)
 
 @torch.no_grad()
 def attention_only(n_tokens, n_ctx, d_head, d_model):
-    """A model of two layers of three heads without MLPs, norms and biases. Its weights are 0."""
+    """Return a model of two layers with three heads, without MLPs, norms and biases.
+
+    All weights are 0.
+    """
     config = TransformerConfig(
         vocab_size=n_tokens,
         n_ctx=n_ctx,
@@ -44,10 +47,11 @@ def attention_only(n_tokens, n_ctx, d_head, d_model):
 
 @torch.no_grad()
 def induction(sharp=100.0):
-    """Head 1 of layer 0 copies the token before.
+    """Return a model with a known induction circuit.
 
-    Head 2 of layer 1 looks for places where that is its own token, and copies the token there to
-    the answer. All other weights are 0.
+    Head 1 of layer 0 copies the token before into the stream. Head 2 of layer 1 attends to the
+    positions where the token before equals the current token, and copies the token at these
+    positions to the answer. All other weights are 0.
     """
     model = attention_only(n_tokens=V, n_ctx=N, d_head=V, d_model=3 * V + N)
     model.token_embedding.weight[:, TOKEN] = torch.eye(V)
@@ -57,7 +61,8 @@ def induction(sharp=100.0):
     for (layer, head), (query, key, out) in reads.items():
         attn = model.blocks[layer].attn
         size = query.stop - query.start
-        # A position's query is the key of the position before it.
+        # For the head that attends to the token before, the query of a position is the key of the
+        # position before it.
         match = torch.eye(size).roll(1, 0) if head == PREVIOUS[1] else torch.eye(size)
         attn.W_Q[head, query, :size] = sharp * match
         attn.W_K[head, key, :size] = torch.eye(size)
@@ -66,7 +71,8 @@ def induction(sharp=100.0):
     return model
 
 
-# Copying: B followed A, and W followed D. Tokens from 5 on are fillers.
+# Texts in which B follows A, and W follows D. The last token is A, so the answer is B. Tokens from
+# 5 on have no meaning.
 A, B, C, D, W, E = 0, 1, 2, 3, 4, 5
 TEXTS = torch.tensor(
     [[x, x, 8, A, B, y, z, D, W, y, A] for x, y, z in ((6, 7, 9), (10, 6, 6), (12, 11, 10))]
@@ -79,9 +85,10 @@ DIGITS, YES, NO, SUM = 7, 12, 13, 14
 
 @torch.no_grad()
 def comparison(sharp):
-    """Heads 0 and 2 copy the digits at positions 1 and 3, and the MLP compares their sum with 6.
+    """Return a model that compares the sum of two digits with 6.
 
-    Head 1 copies the digit at position 2, which no later component reads.
+    Heads 0 and 2 copy the digits at positions 1 and 3, and the MLP compares their sum with 6. Head
+    1 copies the digit at position 2, which no later component reads.
     """
     config = TransformerConfig(
         vocab_size=DIGITS,
@@ -108,7 +115,7 @@ def comparison(sharp):
         attn.W_K[head, DIGITS + pos, 0] = 1.0
         attn.W_V[head, :DIGITS, 0] = torch.arange(DIGITS).double()
         attn.W_O[head, 0, out] = 1.0
-    # A ramp from 0 to 1 around a sum of 5.5, as steep as it is sharp.
+    # The MLP computes a ramp from 0 to 1 around a sum of 5.5. `sharp` is its slope.
     mlp.W_in[SUM] = sharp
     mlp.b_in.copy_(0.5 - 5.5 * sharp + torch.tensor([0.0, -1.0]))
     mlp.W_out[0, YES], mlp.W_out[1, YES] = 1.0, -1.0
@@ -117,8 +124,8 @@ def comparison(sharp):
 
 
 def induction_pairs():
-    """Texts that differ in what is copied, in the earlier copy of the last token, or in
-    that token.
+    """Return pairs of texts of three kinds: they differ in the token that is copied, in the earlier
+    copy of the last token, or in the last token.
     """
     kinds = []
     for pos, token in ((4, C), (3, E), (END, D)):

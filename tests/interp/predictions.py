@@ -4,8 +4,9 @@ import torch
 
 
 def predictions(model, tokens):
-    """Probabilities [layer, batch, pos, vocab] by the forward pass and an unembedding
-    in float64.
+    """Return the probabilities of the logit lens, [layer, batch, pos, vocab].
+
+    The streams come from a forward pass, and the unembedding is computed here in float64.
     """
     with torch.no_grad():
         context = model.context(tokens)

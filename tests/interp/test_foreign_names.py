@@ -90,7 +90,7 @@ def test_every_point_of_theirs_has_a_row(name):
     unused = "mlp_out" if theirs.config["attn_only"] else "nothing"
     for point in theirs.points:
         if point.endswith(unused):
-            continue  # the point exists and never fires
+            continue  # TransformerLens has the point, but it never fires
         ours, reason = translated(point, model=model)
         assert ours in cache if ours else point in reason and "no point of" not in reason
 
@@ -101,7 +101,7 @@ def test_points_of_experts_have_a_row():
 
 
 def test_names_are_read_as_their_get_act_name_does():
-    """The full names are those of its docstring."""
+    """The expected names are in the docstring of `get_act_name` in TransformerLens."""
     for short in (("k", 6, "a"), ("k", 6), ("k6",), "blocks.6.attn.hook_k"):
         assert hooks_name(short, model=pydoc()) == "blocks.6.attn.k"
     assert hooks_name("pre", 2) == "blocks.2.mlp.pre"
@@ -143,7 +143,8 @@ def test_values_of_the_bridge_are_theirs_by_name(kind):
     for point, name in wanted.items():
         torch.testing.assert_close(cache[name], theirs[point], atol=1e-5, rtol=1e-4, msg=point)
     assert len(wanted) > 30
-    # Each formula in a reason, for values that differ.
+    # Some values differ from the values of version 4. The error gives a formula. Check each
+    # formula.
     cache = HookedRunner(model).run_with_cache(bridge.TOKENS)[1]
     for norm in ("blocks.1.ln1", "blocks.1.ln2", "ln_final"):
         module = model.get_submodule(norm)

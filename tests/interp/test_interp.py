@@ -38,7 +38,7 @@ def test_patching_takes_outputs_that_hold_logits_in_float64(model, tokens, corru
     metric, expected = logit_diff(3, 11), model.double()(tokens)
     model.__class__ = Wrapping
     found = activation_patching(model, Pairs(tokens, corrupted, metric=metric), over=("layer",))
-    # Patching the whole stream gives the clean run from this layer on.
+    # Patching the whole stream before a layer gives the logits of the clean run.
     wanted = metric(expected).detach()
     torch.testing.assert_close(found.base + found.values, wanted.expand(3, -1), rtol=0, atol=1e-12)
 
@@ -57,7 +57,7 @@ def test_the_lens_is_a_float64_unembedding_of_the_stream(model, tokens, lazy, mo
     monkeypatch.setattr(model, "unembed", lambda x: sizes.append(x.shape) or unembed(x))
     targets = tokens.roll(-1, 1)
     lens = logit_lens(model, cache, targets=targets, top_k=4)
-    # At most five positions, although batch times pos is 28.
+    # Each unembedding gets at most five positions of the seven, to save memory.
     assert {size[:2] for size in sizes} == {(4, 5), (4, 3)}
     expected = predictions(model, tokens)
     best = expected.sort(descending=True)

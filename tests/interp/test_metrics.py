@@ -18,7 +18,7 @@ def logits():
 
 
 def by_numpy(name, x, token, other):
-    """Each metric of one example, from its logits [vocab] at one position."""
+    """Return a metric of one example, computed by numpy from its logits [vocab] at one position."""
     log_p = x - np.log(np.exp(x).sum())
     return {
         "logit_diff": x[token] - x[other],
@@ -46,7 +46,8 @@ def test_metrics_of_one_token_equal_numpy(logits, name, token, other, pos):
     def each(given):
         return torch.as_tensor(given).expand(BATCH).tolist()
 
-    if name == "accuracy":  # also for an accuracy of 1
+    # Make the first prediction right, so that the accuracy is not 0 everywhere.
+    if name == "accuracy":
         logits[0, :, each(token)[0]] = 20
     metric = MAKE[name](token, other, pos=pos)
     rows = zip(logits.numpy(), each(pos), each(token), each(other), strict=True)
@@ -64,7 +65,10 @@ def test_several_tokens_count_by_their_mean(logits):
 
 
 def test_ties(logits):
-    """Greedy decoding takes the lowest of equal tokens; a rank counts only larger logits."""
+    """Of tokens with equal logits, the prediction is the first.
+
+    A rank counts only larger logits.
+    """
     logits[:, -1] = torch.tensor([[5.0] * 2 + [1] * 9, [1] * 10 + [5.0], [0] * 11])
     assert accuracy(1)(logits).tolist() == [0, 0, 0]
     assert accuracy(0)(logits).tolist() == [1, 0, 1]
@@ -90,7 +94,7 @@ def test_cross_entropy_is_the_mean_over_real_predictions(logits, mask):
 @pytest.mark.parametrize("pos", [None, -1, -2, [-1, -3, -2]])
 def test_kl_divergence_is_from_the_reference(logits, mask, pos):
     reference = torch.randn(BATCH, POS, VOCAB, dtype=torch.float64)
-    logits[1, :, 4] = reference[1, :, 4] = -torch.inf  # never predicted by either
+    logits[1, :, 4] = reference[1, :, 4] = -torch.inf  # probability 0 in both
     reference[2, :, 3] = -torch.inf
     real = np.ones((BATCH, POS)) if mask is None else mask.numpy()
     expected = []

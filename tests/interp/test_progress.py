@@ -112,7 +112,7 @@ WITHOUT_LOOPS = {"top_attributions"}
 
 
 def several(interp):
-    """Five pairs with answers."""
+    """Return five pairs with answers."""
     clean = [f"part KV{digit} and part K" for digit in range(5)]
     other = [f"part ZQ{digit} and part Z" for digit in range(5)]
     return interp.Pairs(clean, other, [("V", "Q")] * 5)
@@ -143,7 +143,7 @@ def model():
 
 @pytest.fixture
 def counts(monkeypatch):
-    """All counts that are made, with bars that appear at once."""
+    """A list of all counts of progress that are made. Their bars appear at once."""
     from hooks.base import progress
 
     appear_soon(monkeypatch, delay=0, every=0.001)
@@ -160,7 +160,7 @@ def counts(monkeypatch):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Standard error as a terminal, for bars alone."""
+    """A terminal to which progress bars write instead of to standard error."""
     terminal = Terminal()
     write_to(terminal, monkeypatch)
     return terminal
@@ -188,7 +188,8 @@ def test_an_analysis_counts_to_its_end(name, model, counts, terminal):
     written = terminal.getvalue()
     silent = ANALYSES[name](interp, model, False)
     assert terminal.getvalue() == written
-    if name == "harvest":  # into another folder
+    # The second harvest writes to another folder, so the results cannot be compared.
+    if name == "harvest":
         return
     if isinstance(numbers(shown), torch.Tensor):
         # The same operations in the same order, so rounding is the same.
@@ -198,7 +199,7 @@ def test_an_analysis_counts_to_its_end(name, model, counts, terminal):
 
 
 def public_functions():
-    """All functions of the packages, by module and name."""
+    """Yield all functions of `interp` and `models`, with their module and name."""
     import interp
     import models
 

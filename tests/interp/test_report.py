@@ -56,7 +56,7 @@ def page(model):
 
 
 def attention(model, text):
-    """[layer, head, query, key], in float32."""
+    """Return the attention patterns of a text, [layer, head, query, key], in float32."""
     _, cache = interp.run_with_cache(model, encoded(text), names="*.pattern")
     return torch.stack([cache[f"blocks.{layer}.attn.pattern"][0] for layer in range(2)]).float()
 
@@ -67,7 +67,7 @@ def pattern(model):
 
 
 def drawn(page):
-    """The attention patterns that the page holds, [layer, head, query, key]."""
+    """Return the attention patterns that a page contains, [layer, head, query, key]."""
     part = embedded(page)["Attention patterns"]
     return numbers(part["values"]).unflatten(0, (-1, part["across"]))
 
@@ -119,9 +119,9 @@ def test_every_form_of_model_has_a_report_of_what_it_has(form):
         probabilities = other(encoded("the cat"))[0, -1].double().softmax(-1)
     chance = float(re.search(r"next token .*? ([\d.]+)%", made.summary)[1]) / 100
     assert chance == pytest.approx(probabilities.max().item(), rel=0.03)
-    # The last position of the stream entering layer 0 is the same in both runs, so nothing changes.
+    # The two texts have the same last token, so patching it before layer 0 changes nothing.
     assert found["resid_pre"][0, -1] == pytest.approx(0, abs=1e-6)
-    # Where one token differs, the stream that enters layer 0 restores everything.
+    # Patching the token that differs before layer 0 restores everything.
     assert found["resid_pre"][0, 4] == pytest.approx(1, abs=1e-2)
 
 
@@ -142,7 +142,7 @@ def test_guesses_are_the_lens_of_each_stream_and_the_model_last(model, page):
 
 
 def followed(weights, text):
-    """Mean attention [query, key] to the tokens after earlier copies of the query's token."""
+    """Return the mean attention to the tokens after earlier copies of the query's token."""
     found = [
         sum(weights[query, n + 1].item() for n in range(query) if text[n] == text[query])
         for query in range(len(text))
@@ -204,7 +204,7 @@ def test_the_derived_corruption_has_the_lowest_metric_of_those_tried(model, monk
             row = (*tokens[:pos], new, *tokens[pos + 1 :])
             tried[row] = model(torch.tensor([row]))[0, -1].log_softmax(-1)[answer].item()
     expected = CHARACTERS.decode(min(tried, key=tried.__getitem__))
-    # Logits of other positions would take memory in proportion to text and vocabulary.
+    # Only the logits of the last position are computed. The others would take too much memory.
     made = []
     with HookedRunner(model).hooks({"unembedding": lambda logits, _: made.append(logits.shape)}):
         reports.derive_corruption(model, encoded(text), interp.log_prob(int(answer)))

@@ -43,7 +43,7 @@ def models(request):
 
 
 def theirs_of(name, model):
-    """Their name of one of our points."""
+    """Return the name that TransformerLens has for one of our points."""
     path, _, last = name.rpartition(".")
     if last in ("q", "k") and f"{path}.hook_rot_{last}" in model.hook_dict:
         return f"{path}.hook_rot_{last}"
@@ -66,17 +66,18 @@ def test_logits_and_every_value_agree(models):
         if known not in theirs_cache:
             continue
         expected = theirs_cache[known]
-        if name.endswith(".scores"):  # theirs are masked
+        # TransformerLens masks scores. Compare only scores that are not masked.
+        if name.endswith(".scores"):
             value, expected = value.tril(), expected.tril()
-        if (
-            name.endswith(".normalized") and ours.config.norm == "rmsnorm"
-        ):  # TransformerLens caches the value before the gain
+        # TransformerLens caches the output of RMSNorm before the gain.
+        if name.endswith(".normalized") and ours.config.norm == "rmsnorm":
             expected = expected * ours.get_submodule(name.rpartition(".")[0]).weight
         close(value, expected)
         compared.add(known)
     lacking = {"hook_attn_in", "hook_mlp_in", "hook_result"} | {f"hook_{x}_input" for x in "qkv"}
     rest = {name for name in theirs_cache if name.rpartition(".")[2] not in lacking} - compared
-    # Queries and keys are compared where they enter the dot product.
+    # Only queries and keys before the rotation are not compared. They are compared after it, where
+    # they enter the dot product.
     assert all(name.endswith((".hook_q", ".hook_k")) for name in rest)
 
 
@@ -141,9 +142,9 @@ def test_attribution_agrees_at_every_site(models):
 
 @torch.no_grad()
 def test_readings_of_weights_agree_with_its_processed_weights(models):
-    """We fold norms while reading;
+    """This package folds norms while it reads weights, and TransformerLens folds them into weights.
 
-    TransformerLens folds them into weights. It does not rotate the circuits.
+    TransformerLens does not rotate the circuits, so the distance of query and key is 0.
     """
     ours, theirs = models[0], copy.deepcopy(models[1])
     theirs.process_weights_()
@@ -173,9 +174,8 @@ def test_readings_of_weights_agree_with_its_processed_weights(models):
         close(found.nan_to_num(0), theirs.all_composition_scores(kind))
     tokens = some_tokens()
     close(token_directions(ours, tokens), theirs.tokens_to_residual_directions(tokens))
-    if (
-        ours.config.n_kv_heads == HEADS
-    ):  # TransformerLens does not support shared heads here, and needs float32
+    # Here TransformerLens does not support heads that share keys, and it needs float32.
+    if ours.config.n_kv_heads == HEADS:
         found = singular_tokens(ours, 1, 4, k=3, top=VOCAB)
         logits = lens.SVDInterpreter(theirs.float()).get_singular_vectors("OV", 1, 3, 4)
         wanted = logits[:, 0].mT.double().gather(1, found.written[:, 0])

@@ -20,7 +20,7 @@ TOKENS, RIGHT, WRONG = (some_tokens(seed)[:3] for seed in (1, 2, 3))
 
 
 def renamed(label):
-    """Our name for one of its labels."""
+    """Return our name of a component from the label of TransformerLens."""
     label = re.sub(r"^L(\d+)H(\d+)$", r"a\1.h\2", label)
     label = re.sub(r"^L(\d+)N(\d+)$", r"m\1.n\2", label)
     return re.sub(r"^(\d+)_mlp_out$", r"m\1", label)
@@ -34,14 +34,15 @@ def models(request):
 
 @pytest.fixture
 def runs(models):
-    """Our model and cache; and its cache of the same weights, raw and processed."""
+    """Our model and its cache, and two caches of TransformerLens: with raw and processed
+    weights.
+    """
     ours, raw = models
     processed = copy.deepcopy(raw)
-    processed.fold_value_biases = lambda state: (
-        state
-    )  # otherwise heads would write without these biases
+    # Do not fold the biases of values. Otherwise the outputs of heads would not include them.
+    processed.fold_value_biases = lambda state: state
     processed.process_weights_()
-    processed.setup()  # names the points of its new norms
+    processed.setup()  # gives names to the points of the new norms
     with torch.no_grad():
         _, cache = HookedRunner(ours).run_with_cache(TOKENS)
         return ours, cache, *(model.run_with_cache(TOKENS)[1] for model in (raw, processed))
@@ -52,7 +53,7 @@ def runs(models):
 @pytest.mark.parametrize("before", [None, 1])
 def test_parts_of_the_stream_agree(runs, neurons, before):
     ours, cache, theirs, _ = runs
-    neurons = neurons and ours.config.mlp != "none"  # such a model has no biases of neurons
+    neurons = neurons and ours.config.mlp != "none"  # a model without MLPs has no neurons
     found = decompose(ours, cache, before=before, neurons=neurons)
     layer = LAYERS if before is None else before
     options = dict(expand_neurons=neurons, apply_ln=False, return_labels=True)
@@ -77,7 +78,7 @@ def test_direct_attribution_and_accumulated_streams_agree(runs):
     for label, value in zip(map(renamed, labels), expected, strict=True):
         if label != "bias":
             close(found.select(component=label).values.T, value)
-    middle = "blocks.0.resid_mid" in cache  # else it knows none
+    middle = "blocks.0.resid_mid" in cache  # parallel blocks do not have this point
     stack, labels = theirs.accumulated_resid(incl_mid=middle, apply_ln=False, return_labels=True)
     biases = theirs.model.b_U[RIGHT] - theirs.model.b_U[WRONG]
     expected = theirs.logit_attrs(stack, tokens=RIGHT, incorrect_tokens=WRONG) + biases
@@ -89,7 +90,9 @@ def test_direct_attribution_and_accumulated_streams_agree(runs):
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["previous_token", "duplicate_token", "induction"])
 def test_scores_of_heads_agree(models, kind):
-    """Its scores divide by the number of all queries, not of those that count."""
+    """TransformerLens divides by the number of all queries, and this package divides by the number
+    of queries that can have the pattern.
+    """
     from transformer_lens.head_detector import detect_head
 
     ours, theirs = models

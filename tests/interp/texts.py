@@ -2,7 +2,7 @@
 
 
 class _Bytes:
-    """Each byte is a token. Bytes that are not UTF-8 become U+FFFD."""
+    """A tokenizer whose tokens are bytes. Bytes that are not UTF-8 are decoded as U+FFFD."""
 
     bos_token_ids = eos_token_ids = ()
     vocab_size = 256

@@ -8,7 +8,7 @@ import torch
 from tests.reference import D_HEAD, D_MODEL, HEADS, LAYERS, N_CTX, VOCAB, variant
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # its own imports warn
+    warnings.simplefilter("ignore")  # TransformerLens causes warnings when it is imported
     lens = pytest.importorskip("transformer_lens", reason="needs TransformerLens 2")
 
 FORMS = {
@@ -40,7 +40,10 @@ def twins(form):
 
 
 def weights_for(state, model):
-    """Weights under their names. What our model lacks, such as biases, is zero."""
+    """Yield the weights of our model by the names of TransformerLens.
+
+    Weights that our model does not have, such as some biases, are zero.
+    """
     for name, value in state.items():
         path, _, last = name.rpartition(".")
         if last in ("mask", "IGNORE") or "rotary" in last:
@@ -52,7 +55,7 @@ def weights_for(state, model):
             norm = model.get_submodule(path)
             found = norm.weight if last == "w" else norm.bias
         else:
-            # Key heads that queries share have an underscore.
+            # In TransformerLens, the weights of shared key heads begin with an underscore.
             layer = int(path.split(".")[1])
             stacked = getattr(model, last.lstrip("_"), None)
             found = found if stacked is None else stacked[layer]

@@ -27,8 +27,9 @@ N = 5
 
 
 class Sum(nn.Module):
-    """(a + b) mod 5 of two tokens, read from their one-hot vectors a and b, side by side and
-    rotated.
+    """A model that computes (a + b) mod 5 of two tokens.
+
+    Its hidden vector contains the one-hot vectors of a and b side by side, and is then rotated.
     """
 
     def __init__(self, rotation):
@@ -59,8 +60,9 @@ def add(a, b, first=None):
 
 
 def sums():
-    """All pairs of inputs with another first number, in two parts, and answers with that of the
-    clean text.
+    """Return all pairs of inputs that differ in the first number, in two parts.
+
+    The right answer is the sum of the clean first number and the corrupted second number.
     """
     rows = [
         (a, b, c, d)
@@ -91,10 +93,11 @@ def test_a_planted_variable_is_found_and_controls_fail():
     assert accuracy["random"] < 0.6
     assert accuracy["shuffled answers"] < 0.6
     assert accuracy["shuffled weights"] < 0.6
-    # The whole value carries the other number too: right where that is the same in both texts.
+    # The whole value also carries the second number. So the answer is right only if the second
+    # number is the same in both texts.
     same = (test.clean[:, 1] == test.corrupted[:, 1]).float().mean()
     assert accuracy["whole"] == pytest.approx(float(same))
-    # The differences of the first number's one-hot vectors are inside what was found.
+    # The differences of the one-hot vectors of the first number are inside the learned subspace.
     basis = found.featurizers["h", -1].encode(torch.eye(2 * N)).detach()
     truth = model.rotation.detach()[:, :N]
     apart = truth - truth.mean(1, keepdim=True)
@@ -104,7 +107,7 @@ def test_a_planted_variable_is_found_and_controls_fail():
     assert losses[-1] < losses[0] / 10
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.rotation.grad is None
-    # Wilson's interval where all n are right is from n / (n + z²) to 1.
+    # If all n answers are right, Wilson's interval is from n / (n + z²) to 1.
     low, n = float(found.accuracy.interval().low[0, 0, 0]), len(test)
     assert low == pytest.approx(n / (n + 1.959964**2), rel=1e-5)
     assert f"aligned           1.000 [{low:.3f}, 1.000]" in repr(found)
@@ -125,7 +128,8 @@ def test_pairs_with_the_same_texts_share_a_drawn_answer_and_count_once(monkeypat
 
     monkeypatch.setattr(Pairs, "with_answers_of", recorded)
     found = align(model, train[rows], "h", 2, test=test[tested], epochs=1, seed=3)
-    # Texts are numbered in the order in which they come, and each gets the answer of a drawn text.
+    # Copies of a text have one number, in the order of their first occurrence. Each number gets the
+    # answer of another text, which is drawn at random.
     order = torch.randperm(30, generator=torch.Generator().manual_seed(3))
     first = [*dict.fromkeys(rows.tolist())]
     expected = [train.answers[first[order[first.index(row)]]] for row in rows.tolist()]
@@ -134,7 +138,7 @@ def test_pairs_with_the_same_texts_share_a_drawn_answer_and_count_once(monkeypat
     once = [*dict.fromkeys(tested.tolist())]
     assert found.accuracy.groups == found.metric.groups
     assert [once[group] for group in found.accuracy.groups] == tested.tolist()
-    # Wilson's interval, with 17 texts.
+    # Wilson's interval counts 17 texts, although there are more rows, because some are copies.
     right = found.accuracy.select(control="whole").values.flatten()
     expected = stats.binomtest(round(float(right.sum()) / 3), 17).proportion_ci(method="wilson")
     ends = [float(end[4, 0, 0]) for end in found.accuracy.interval()]
@@ -144,8 +148,9 @@ def test_pairs_with_the_same_texts_share_a_drawn_answer_and_count_once(monkeypat
 
 
 def test_a_fit_is_the_loop_written_out():
-    """Adam on an orthogonal map, without hooks or runners; the source of each value is computed by
-    hand.
+    """`align` equals a loop with Adam on an orthogonal map, without hooks and runners.
+
+    The source of each value is computed by hand.
     """
     model, (train, test) = rotated(1).double(), sums()
     found = align(model, train, "h", 3, test=test, epochs=2, rate=0.02, batch=48, seed=7)
@@ -183,8 +188,10 @@ def test_a_fit_is_the_loop_written_out():
 
 
 def test_a_fit_of_a_mask_is_the_loop_written_out():
-    """The sigmoid of a boundary, divided by a temperature that falls from 1 to 0.01; the cost
-    counts, and is not in the loss.
+    """`align` with features equals a loop that learns a mask.
+
+    The mask is the sigmoid of a number for each feature, divided by a temperature that falls from 1
+    to 0.01. The cost of features is minimised too, but the reported loss does not contain it.
     """
     model, (train, test) = Sum(torch.eye(2 * N)).eval().double(), sums()
     found = align(
@@ -205,7 +212,7 @@ def test_a_fit_of_a_mask_is_the_loop_written_out():
         [],
     )
     base, source = model.values(train.corrupted).detach(), model.values(train.clean).detach()
-    temperatures = iter(np.geomspace(1, 0.01, 2 * 8))  # 350 pairs are 8 batches
+    temperatures = iter(np.geomspace(1, 0.01, 2 * 8))  # 2 epochs; 350 pairs are 8 batches
     for _ in range(2):
         total = 0.0
         for rows in torch.randperm(len(train), generator=draw).split(48):
@@ -234,8 +241,10 @@ def test_a_mask_finds_the_neurons_of_a_variable():
 
 @pytest.mark.parametrize("kind", ["padded", "spans", "heads", "noising"])
 def test_runs_are_those_of_edits(kind):
-    """Scores of a model with texts of several lengths, against `edits.interchange` with the same
-    part.
+    """The scores of `align` equal runs with `edits.interchange` and the same part of the
+    activation.
+
+    Texts may have several lengths.
     """
     model = variant("pre", n_layers=2, n_heads=3).double()
     draw = torch.Generator().manual_seed(2)
@@ -282,8 +291,9 @@ def test_runs_are_those_of_edits(kind):
 
 
 def test_attached_models_are_aligned_as_plain_ones():
-    """The same weights, attached and converted, up to rounding; neither changes, nor
-    keeps a hook.
+    """An attached model and its plain copy give the same alignment, up to rounding.
+
+    Both models stay as they were, without hooks.
     """
     pytest.importorskip("transformers", reason="needs the extra hf")
     from models import attach, from_hf
@@ -373,7 +383,10 @@ def test_featurizers_are_what_they_say():
 
 
 class Neurons(nn.Module):
-    """Five neurons, of which the second varies, and what two numbers read of them."""
+    """A model of five neurons, of which only the second varies between texts.
+
+    Two readers, the columns of `READER`, compute the output from the neurons.
+    """
 
     READER = torch.tensor([[0.3, -1.2], [1.1, 0.4], [-0.7, 0.9], [0.2, 1.3], [1.5, -0.1]])
 
@@ -392,11 +405,11 @@ def test_a_neuron_that_is_used_is_no_illusion_though_most_of_it_is_not_read():
     checked = null_spaces(model, pairs, "h", neuron, reader=model.READER)
     whole = torch.tensor([2.0, -2.0]) * (0.4 - 1.1)
     torch.testing.assert_close(checked.effects.select(through="whole").values, whole)
-    # The part that is read is P e. The change along it, (P e · e) P e / |P e|², is P e again, with
-    # the same effect as e.
+    # Let P be the projection on the directions that are read. The part of e that is read is P e.
+    # The change along it, (P e · e) P e / |P e|², is P e again, so it has the same effect as e.
     torch.testing.assert_close(checked.effects.select(through="read").values, whole)
     assert checked.unread == pytest.approx(0, abs=1e-5)
-    # The part of another direction that is read points elsewhere.
+    # This direction is mostly a direction that is not read, plus a small share of the neuron.
     unread = torch.linalg.svd(model.READER.mT).Vh[3]
     joined = neuron * 0.02 + unread
     projection = model.READER @ torch.linalg.pinv(model.READER)
@@ -409,7 +422,7 @@ def test_a_neuron_that_is_used_is_no_illusion_though_most_of_it_is_not_read():
 
 
 class Line(nn.Module):
-    """h = x (1, 0, 1) and the answer (0, 2, 1) · h, of Makelov et al. 2023."""
+    """The example of Makelov et al. 2023: h = x (1, 0, 1), and the answer is (0, 2, 1) · h."""
 
     def __init__(self):
         super().__init__()
@@ -447,8 +460,8 @@ def test_an_illusion_is_told_from_what_is_used():
     nothing = null_spaces(model, pairs, "h", e2)
     assert repr(nothing) == "NullSpaces: no verdict, because the subspace has no effect"
     assert not nothing.is_suspect
-    # By weights that read, (0, 2, 1): the read part of each direction is that row, along which the
-    # whole answer moves.
+    # With the weights that read h, (0, 2, 1), the part of each direction that is read points along
+    # these weights, and the whole answer depends on it.
     reader = torch.tensor([[0.0], [2.0], [1.0]])
     checked = null_spaces(model, pairs, "h", (e1 + e2) / 2**0.5, reader=reader)
     torch.testing.assert_close(checked.effects.select(through="read").values, full)

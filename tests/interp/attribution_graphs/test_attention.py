@@ -55,8 +55,9 @@ def hold_norms_of_queries(model):
 
 
 def slope(model, cache, dictionaries, name, vector, reads, directions, held):
-    """The derivatives of read directions if a vector at a point grows, with norms and MLPs held,
-    and patterns if `held`.
+    """Return the derivatives of directions in several reads when a vector is added at a point.
+
+    Norms and MLPs keep the values of the run. Attention patterns keep them only if `held`.
     """
     seen, share = {}, torch.zeros((), dtype=torch.float64, requires_grad=True)
 
@@ -146,7 +147,8 @@ def test_a_graph_keeps_effects_by_attention_apart():
     torch.testing.assert_close(graph.influence, plain.influence, rtol=0, atol=0)
     assert plain.by_attention is None
     assert 0 < graph.attention_gap < 1e-10
-    # Nothing of block 2 is read by attention, so it moves none.
+    # No attention reads the output of block 2, the last block, so it has no effect through
+    # patterns.
     last = graph.run.layer == 2
     assert not graph.by_attention[:, : len(last)][:, last].any()
     name, target = graph.nodes[0].id, graph.logits[1].id
@@ -187,8 +189,8 @@ def test_pairs_by_paths_add_up_like_those_by_writers(form, against):
 
 
 def test_a_pair_by_paths_is_what_a_frozen_run_says_of_both_sides():
-    """The part of a token in a query, and in a key, are those of a run whose norms, patterns and
-    MLPs are held.
+    """A token's contributions to a query and to a key equal their changes in a run in which norms,
+    patterns and MLPs keep the values of the unedited run.
     """
     model, graph = graph_of()
     table = graph.attention((2, 3), 4, 1, k=10**7)
@@ -256,7 +258,11 @@ def test_the_largest_cells_are_those_of_all_scores():
 
 
 def test_the_cells_of_the_last_block_are_those_written_out():
-    """The gradient of a score is P (A - mean of A); it is worth the score above its mean."""
+    """The effect of an attention score is its gradient multiplied by its difference from the mean.
+
+    With the pattern P and A, the effect of each key's value on the target, the gradient of a score
+    is P (A - mean of A), with means weighted by P.
+    """
     model, graph = graph_of("plain", attention=True)
     cache = HookedRunner(model).run_with_cache(TEXT, mode="full")[1]
     cells = Descent(graph.run, graph._targets(0), attention=True, keep=True).cells[2]
@@ -283,7 +289,8 @@ def test_an_intervention_says_what_attention_did_and_was_said_to_do():
     assert not without.by_attention.any()
     per_unit = (graph.rows + graph.by_attention)[0, source] / old
     assert float(result.direct[0]) == pytest.approx(1e-6 * float(per_unit), rel=1e-6)
-    # With patterns held, by hand: the same edit while patterns are those of the run.
+    # The change with fixed patterns, by hand: make the same edit in a run that uses the patterns of
+    # the unedited run.
     run = graph.run
     cache = HookedRunner(model).run_with_cache(TEXT, mode="full")[1]
     dictionary, n, feature = (

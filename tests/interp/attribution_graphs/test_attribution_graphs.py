@@ -45,8 +45,9 @@ from tests.interp.attribution_graphs.transcoders import (
 
 
 def moved(model, dictionaries, vectors, cache=None):
-    """What vectors, added at points, change in all reads and logits, with patterns, scales and MLPs
-    frozen.
+    """Return the changes of all reads and of the logits' input when vectors are added at points.
+
+    Patterns, scales of norms and MLPs are frozen: they keep the values of `cache`.
     """
     runner = HookedRunner(model)
     cache = runner.run_with_cache(TEXT, mode="full")[1] if cache is None else cache
@@ -97,7 +98,8 @@ def test_rows_add_up_and_are_what_a_frozen_run_changes(form, kind):
     features = [*zip(*(each.tolist() for each in (run.layer, run.pos, run.feature)), strict=True)]
     targets = run.of_features(torch.arange(len(features))), run.of_logits(torch.eye(7)[[2, 5]])
     rows = [run.rows(each) for each in targets]
-    torch.testing.assert_close(targets[0].total, run.activation)  # as gates have a slope of 1
+    # The slope of a gate is 1, so the total of a feature is its activation.
+    torch.testing.assert_close(targets[0].total, run.activation)
     for row, target in zip(rows, targets, strict=True):
         torch.testing.assert_close(row.sum(1), target.total, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(run.rows(run.of_features(torch.tensor([0])))[0], rows[0][0])
@@ -137,7 +139,7 @@ def test_rows_add_up_and_are_what_a_frozen_run_changes(form, kind):
         first = min(vectors)
         for other, (layer, pos, feature) in enumerate(features):
             read = changes[f"blocks.{layer}.{reads}"][pos] @ encoder(layer, feature)
-            # The run uses its cached value there, not a sum of components.
+            # A frozen MLP has its cached value, so a vector at an MLP changes only later reads.
             later = f"blocks.{layer}.mlp_out" > first or first == "embed"
             assert rows[0][other, source] == pytest.approx(float(read) if later else 0, abs=1e-9)
         change = changes["ln_final.normalized"][-1] @ W_U
@@ -181,12 +183,13 @@ def test_the_effects_are_those_of_circuit_tracer(peer):
     assert ours.tolist() == theirs["features"].tolist()
     torch.testing.assert_close(graph.run.activation, theirs["activations"])
     torch.testing.assert_close(graph.weights[:4], theirs["probabilities"])
-    # Their nodes are features, errors and tokens; they have no positions and constants.
+    # The nodes of circuit-tracer are features, errors and tokens. It has no nodes for positions and
+    # constants.
     n_sources = len(ours) + 3 * 6 + 6
     matrix = torch.zeros_like(theirs["matrix"])
     matrix[graph.column[4:], :n_sources] = graph.rows[4:, :n_sources]
     matrix[-4:, :n_sources] = graph.rows[:4, :n_sources]
-    # They leave out the errors of the first position too.
+    # circuit-tracer also leaves out the errors at the first position.
     matrix[:, [len(ours), len(ours) + 6, len(ours) + 12]] = 0
     torch.testing.assert_close(matrix, theirs["matrix"], rtol=1e-9, atol=1e-9)
     assert graph.gap < 1e-12
@@ -265,8 +268,8 @@ def test_likely_tokens_are_targets_until_the_probability_is_reached(pick):
 
 
 def test_a_cut_head_takes_its_paths_along():
-    """Cutting a head is the model without what the head adds, with patterns and scales as they
-    were.
+    """Cutting a head equals a model in which this head adds nothing, with the same patterns and
+    scales as before.
     """
     model = model_of("rms")
     dictionaries = transcoders("layer", "ln2.normalized")
@@ -339,7 +342,7 @@ def test_predictions_hold_where_all_else_is_held():
     torch.testing.assert_close(
         result.direct[:2], changes["ln_final.normalized"][-1] @ W_U, rtol=0, atol=1e-8
     )
-    # Over all paths: by the inverse of I - A.
+    # The effect over all paths is computed with the inverse of I - A, where A are direct effects.
     n = len(graph.run.layer)
     square = torch.zeros(n, n).double()
     square[graph.column[2:]] = graph.rows[2:, :n] / graph.run.activation
@@ -350,7 +353,7 @@ def test_predictions_hold_where_all_else_is_held():
     expected = (graph.rows[:2, :n] / graph.run.activation) @ moved_by
     torch.testing.assert_close(result.predicted[:2], expected, rtol=1e-9, atol=1e-9)
 
-    # In the model, an edit of the spliced feature.
+    # The measured change: edit the feature in the model with the spliced transcoders.
     def set_feature(value, at):
         value[0, 3, feature] = 0.25
 
@@ -393,8 +396,8 @@ def test_attached_models_have_the_graph_of_their_parts(kind, monkeypatch):
 
 
 def test_a_planted_chain_of_features_is_found_first():
-    """A token makes feature 11 of layer 0, a head of layer 1 moves it, feature 3 of layer 1 reads
-    that and makes a logit.
+    """The planted chain: a token activates feature 11 of layer 0. A head of layer 1 moves this
+    feature to another position. Feature 3 of layer 1 reads it there, and increases a logit.
     """
     torch.manual_seed(2)
     sizes = SIZES | {"n_layers": 2, "n_heads": 1, "d_head": 4}
@@ -426,7 +429,8 @@ def test_a_planted_chain_of_features_is_found_first():
         one.W_enc[reads, feature] = 3.0
         one.W_dec[feature, writes] = 3.0
         dictionaries[f"blocks.{layer}.mlp_out"] = one
-        # What the features write, the model writes, so little is left for errors.
+        # The MLP of the model writes the same as the feature, so the error of the transcoder is
+        # small.
         mlp = model.blocks[layer].mlp
         mlp.W_in.data[reads, 0] = mlp.W_out.data[0, writes] = 3.0
     graph = attribution_graph(model, TEXT, dictionaries, targets=[5])
@@ -585,7 +589,7 @@ def test_a_named_feature_stays_and_rows_that_do_not_add_up_are_refused(monkeypat
 
 @contextmanager
 def within_seconds(seconds):
-    """Fails in place of running for ever."""
+    """Fail if the code inside the `with` runs longer than this, because it might never end."""
 
     def stop(number, frame):
         pytest.fail(f"it still runs after {seconds} s")
@@ -618,7 +622,8 @@ def test_a_graph_of_numbers_that_are_not_finite_is_refused(part, named, number):
     weight.data[..., 3] = number
     with within_seconds(60), pytest.raises(ValueError, match=f"({named}) must be finite; got"):
         attribution_graph(model, TEXT, dictionaries)
-    if part != "b_dec":  # finite, but too large to be multiplied or added up
+    # This number is finite, but products or sums with it are infinite.
+    if part != "b_dec":
         weight.data[..., 3] = 1e308
         with within_seconds(60), pytest.raises(ValueError, match="must be finite; got"):
             attribution_graph(model, TEXT, dictionaries)
@@ -644,12 +649,13 @@ def test_values_and_changes_that_are_not_finite_are_refused(monkeypatch):
             influence.influence(rows, rows.new_tensor([1.0, 0.0]), column)
         with within_seconds(60), pytest.raises(ValueError, match="must be finite"):
             predicted_changes(rows, column, one, one, torch.zeros(1).bool())
-        with pytest.raises(ValueError, match="must be finite"):  # also for a node without outputs
+        # The same for a node that has no effect on others.
+        with pytest.raises(ValueError, match="must be finite"):
             predicted_changes(rows, column, one, one, torch.ones(1).bool())
     rows = FrozenRun.rows
     monkeypatch.setattr(FrozenRun, "rows", lambda *of, row: math.inf * rows(*of, row=row))
     with pytest.raises(ValueError, match="effects must be finite"):
         attribution_graph(model_of("plain"), TEXT, {}, targets=[2])
-    # The sum of a row may be infinite where no number in it is.
+    # The sum of a row can be infinite although all its numbers are finite.
     with pytest.raises(ValueError, match="must be finite"):
         influence.shares(torch.full((1, 2), 3e38))

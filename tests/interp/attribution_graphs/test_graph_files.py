@@ -24,8 +24,8 @@ def test_what_circuit_tracers_page_saved_is_read():
     graph, data = graph_of("page"), json.loads((HERE / "page.json").read_text())
     assert isinstance(data["qParams"]["pinnedIds"], str)
     assert data["qParams"]["sg_pos"] is None
-    # The clicks: three features, the error of layer 0 at position 1, the second token, the
-    # likeliest logit.
+    # These nodes were clicked on the page: three features, the error of layer 0 at position 1, the
+    # second token and the most likely logit.
     assert graph.pins == ["0_100_5", "0_109_5", "1_100_5", "0_-1_1", "E_1_1", "4_2_5"]
     assert graph.supernodes == {
         "supernode": ["0_109_5", "1_100_5"],
@@ -49,7 +49,8 @@ def test_a_graph_survives_being_written(name, tmp_path):
         if node["feature_type"] == "cross layer transcoder":
             layer, number = int(node["layer"]), graph[node["node_id"]].number
             assert node["feature"] == (layer + number) * (layer + number + 1) // 2 + number
-        if node["feature_type"] == "logit":  # circuit-tracer's page stops without
+        # Without this text in logits, circuit-tracer's page fails.
+        if node["feature_type"] == "logit":
             assert "(p=0." in node["clerp"]
 
 
@@ -73,7 +74,7 @@ def test_what_neuronpedias_server_writes_is_read():
 
 def test_what_anthropic_published_is_read():
     graph, data = graph_of("anthropic"), json.loads((HERE / "anthropic.json").read_text())
-    # Their page names equal nodes by their place from the end.
+    # In the groups of Anthropic's page, the position in the name of a node counts from the end.
     assert data["qParams"]["supernodes"][0] == ["capital", "1_1729136_-0", "3_10502022_-1"]
     assert graph.supernodes["capital"] == ["1_1729136_5", "3_10502022_6"]
     assert {*graph.pins} <= {node.id for node in graph.nodes}
@@ -217,7 +218,10 @@ def test_embeddings_at_one_position_are_distinct_for_the_pages():
 
 @pytest.fixture(scope="module")
 def whole():
-    """All nodes and links that circuit-tracer found; see tests/circuit_tracer/make_graph.py."""
+    """Return the graph of circuit-tracer with all nodes and links.
+
+    tests/circuit_tracer/make_graph.py made the file.
+    """
     with safe_open(HERE / "circuit_tracer.safetensors", "pt") as file:
         tensors = {name: file.get_tensor(name) for name in ("features", "matrix", "scores")}
         chances = file.get_tensor("probabilities").tolist()
@@ -238,7 +242,7 @@ def test_scores_are_circuit_tracers_and_neuronpedias(whole):
     scores = graph.subgraph_scores([node.id for node in graph.nodes])
     theirs = tensors["scores"].tolist()
     assert [*scores.values()] == pytest.approx(theirs, rel=1e-6)
-    # What `score.worker.ts` of Neuronpedia gave for these nodes, links and pins.
+    # The expected scores come from `score.worker.ts` of Neuronpedia, for the same graph and pins.
     pinned = graph.subgraph_scores(["0_0_5", "1_0_5"])
     assert pinned == pytest.approx(
         {"replacement": 0.5452600453042685, "completeness": 0.7913353430035025}, rel=1e-9
@@ -275,10 +279,11 @@ def test_a_feature_without_an_error_counts_as_one():
     # The logit gets 1 and -2 + 5 from errors, and 4 from the token.
     expected = {"replacement": 4 / 8, "completeness": 1 - 0.5 * 4 / 8 / (0.5 + 0.5)}
     assert graph.subgraph_scores([]) == pytest.approx(expected)
-    # A difference of logits has no probability, and is as good a target.
+    # A difference of logits is a target without a probability. The scores stay the same.
     difference = [*nodes[:-1], Node("3_4_0", "logit", 2, 0, 4, "", None, None)]
     assert PrunedGraph(difference, links, ["a"]).subgraph_scores([]) == pytest.approx(expected)
-    # All: 1/12 and 2/12 through features, of which the second gets 5/8 from the first.
+    # With all nodes pinned, 1/12 and 2/12 of the logit come from the two features. The second
+    # feature gets 5/8 of its inputs from the first.
     reached = np.array([1 / 12 + 2 / 12 * 5 / 8, 2 / 12, 5 / 12, 0]) / 2
     reached[3] = 4 / 12 / 2 + reached[0] + reached[1] * 3 / 8
     expected = {

@@ -19,7 +19,7 @@ from tests.browser import seen_in_browser
 from tests.shipped import pydoc
 
 TEXT = "part KV8 and part K"
-# What Neuronpedia's front end asks of a graph, from its schema of 2025.
+# The schema of 2025 that Neuronpedia's front end requires of a graph.
 SCHEMA = json.loads((Path(__file__).parents[2] / "circuit_tracer" / "schema.json").read_text())
 
 
@@ -120,7 +120,7 @@ def test_a_graph_is_written_and_read_with_pins_and_groups(pruned, tmp_path):
 
 
 def of_circuit_tracer():
-    """A graph as circuit-tracer 0.5 writes it, by hand."""
+    """Return a graph in the format of circuit-tracer 0.5, written by hand."""
     shared = {
         "run_idx": 0,
         "reverse_ctx_idx": 0,
@@ -190,8 +190,8 @@ def test_the_files_of_circuit_tracer_are_read(tmp_path):
     assert graph.inputs("3_9_0") == [("1_-1_0", -0.5), ("1_5_0", 0.25)]
     assert graph.about["transcoder_list"] == []
     assert "completeness" not in repr(graph)
-    # Written again, numbers and names are those of Neuronpedia's own files: 26 is Cantor's pairing
-    # of 1 and 5.
+    # After writing the graph again, numbers and names have the format of Neuronpedia's own files.
+    # The number of a feature is Cantor's pairing of its layer and index: 26 for 1 and 5.
     again = {node["node_id"]: node for node in graph.as_json("x", "m")["nodes"]}
     assert [again[name]["feature"] for name in ("1_5_0", "1_-1_0", "E_7_0", "3_9_0")] == [
         26,
@@ -261,7 +261,10 @@ addEventListener("message", () => {
 
 
 def strongest_path(graph, name):
-    """The product along the path, and its nodes."""
+    """Return the strongest path to a node from a token or a position, and its strength.
+
+    The strength is the product of the shares of the links in the inputs of their nodes.
+    """
     if graph[name].kind in ("token", "position"):
         return 1.0, [name]
     into = [link for link in graph.links if link.target == name]
@@ -278,7 +281,7 @@ def test_the_page_lists_links_pins_groups_and_thins(graph, tmp_path):
     logit = graph.logits[0]
     strongest = [name for name, _ in pruned.inputs(logit.id)]
     feature = next(pruned[name] for name in strongest if pruned[name].kind == "feature")
-    # The strongest input is made to be the feature that has a card.
+    # Change the links so that the strongest input is the feature that has a card.
     links = [link for link in pruned.links if link.target != logit.id]
     links.append(Link(feature.id, logit.id, 100.0))
     pruned.links, pruned.tokens = links, ["<i>x", *pruned.tokens[1:]]
@@ -290,12 +293,13 @@ def test_the_page_lists_links_pins_groups_and_thins(graph, tmp_path):
     assert seen["errors"] == []
     assert seen["foreign"] == 0
     assert seen["width"] <= 400
-    assert 0 < seen["from"] < 350  # the node chosen first is in view
+    assert 0 < seen["from"] < 350  # the node that is selected first is visible
     assert seen["title"] == logit.label
     assert len(seen["inputs"]) == 1
-    assert seen["inputs"][0].startswith("+100 raises ")  # the meaning comes before the number
+    # The meaning of a feature comes before its number.
+    assert seen["inputs"][0].startswith("+100 raises ")
     assert seen["inputs"][0].endswith(f" {feature.id}")
-    # The strength of a path is the product of the share of each link in the inputs of its end.
+    # The page must show the strongest path to the logit.
     *_, path = strongest_path(pruned, logit.id)
     raised = [" ".join(map(visible, pruned[name].raises)) for name in path]
     words = [
@@ -374,6 +378,6 @@ def test_a_heads_node_shows_where_it_looks_and_the_pairs_of_its_score(tmp_path):
         assert colours.index(min(colours)) == max(range(len(TEXT)), key=cell.pattern.__getitem__)
         assert len(links) == 1
         assert links[0].split("\n")[1].startswith("V ")
-    # Files have the sums alone.
+    # Files contain no attention scores, only the nodes and their summed links.
     kinds = {node["feature_type"] for node in pruned.as_json("x", "m")["nodes"]}
     assert kinds <= {"cross layer transcoder", "mlp reconstruction error", "embedding", "logit"}

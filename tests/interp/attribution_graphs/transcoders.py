@@ -51,7 +51,9 @@ def across(reads):
 
 
 def skip_of(dictionaries, name):
-    """The skip connection of the transcoder that writes at a point."""
+    """Return the weights of the skip connection of the transcoder that writes at a point, or
+    None.
+    """
     if isinstance(dictionaries, CrossLayerTranscoder):
         return dictionaries.W_skip[int(name.split(".")[1])] if dictionaries.W_skip else None
     return dictionaries[name].W_skip if name in dictionaries else None
