@@ -151,8 +151,8 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         These are copies of masks and of tensors without floating-point numbers, such as tokens, and
         None, numbers and strings. All other arguments are left out. `at` does not slice the inputs.
 
-        If a function `run=` ran the model many times, integers [batch, pos], such as tokens, of all
-        runs are joined along the positions, and the masks are those of the last run.
+        If a function `run=` ran the model many times, the integers [batch, pos] of all runs, such
+        as tokens, are joined along the positions. Only the masks of the last run are included.
         """
         return self._origin.inputs
 

@@ -13,7 +13,7 @@ from hooks.base import Index
 from hooks.base.selection import index_by_axis
 
 NO_PADDING = -1
-"""The batch number of values that read no text with padding."""
+"""Stands for the number of a batch of texts, for values that read no text with padding."""
 
 
 @dataclass(frozen=True)

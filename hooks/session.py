@@ -215,7 +215,10 @@ class _Before(_Listener):
 
 _no_session = Session()
 _DISABLED = weakref.ref(_no_session)
-"""A marker session: hooks that were set outside its context do not act."""
+"""A marker among the sessions of a context, which `hooks_disabled` sets.
+
+In this context, only sessions that begin after the marker act, and no handles.
+"""
 
 
 def _in_force() -> tuple[weakref.ref[Session], ...]:

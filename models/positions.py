@@ -11,7 +11,10 @@ from models.config import TransformerConfig
 from models.rotary_scaling import RotaryScaling
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines, Float[batch pos 1 d_rotary]. Each angle occurs twice."""
+"""Cosines and sines, Float[batch pos 1 d_rotary].
+
+Each angle occurs twice, once for each dimension of a rotated pair.
+"""
 
 
 class Frequencies:

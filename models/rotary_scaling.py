@@ -15,8 +15,8 @@ class RotaryScaling:
 
     Attributes:
         kind: `linear` divides all frequencies by `factor` (Chen et al. 2023). `llama3` divides only
-            slow frequencies, does not change fast ones, and interpolates for those in between (see
-            `low` and `high`; Grattafiori et al. 2024). `yarn` does the same with another
+            slow frequencies, does not change fast frequencies, and interpolates in between; see
+            `low` and `high` (Grattafiori et al. 2024). `yarn` does the same with another
             interpolation, and also scales the rotated vectors (Peng et al. 2023). `factors` divides
             each frequency by its own number.
         factor: the divisor.

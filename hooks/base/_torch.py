@@ -447,7 +447,7 @@ def without_gradients(function: Callable[P, Result]) -> Callable[P, Result]:
 def peak_bytes(run: Callable[[], Result]) -> tuple[Result, int]:
     """Return the result of `run()` and its peak memory in bytes.
 
-    Only tensors that `run` creates count. The peak is the largest sum of the bytes of those that
+    Only tensors that `run` creates count. The peak is the largest number of bytes of tensors that
     were alive at one time.
     """
     mode = PeakBytes()

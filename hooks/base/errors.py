@@ -237,9 +237,9 @@ def require_fired(names: Iterable[str], fired: Container[str], reason: str = NEV
     """
     missing = [name for name in names if name not in fired]
     if missing:
-        others = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         listed = ", ".join(missing[:5])
-        raise NeverFiredError(f"the forward pass never reached {listed}{others}: {reason}")
+        raise NeverFiredError(f"the forward pass never reached {listed}{more}: {reason}")
 
 
 def warn(message: str) -> None:

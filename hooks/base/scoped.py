@@ -7,7 +7,8 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 Entered = ContextVar[tuple[weakref.ref[Any], ...]]
-"""The values of the open `with` statements of a context, outermost first."""
+"""A context variable with weak references to the states of open `with` statements, outermost
+first."""
 
 
 class Scoped(Generic[T]):

@@ -30,7 +30,7 @@ CHECKSUMS = "checksums"
 """The key of the checksums in a file's metadata."""
 
 SAFETENSORS = ("", ".safetensors")
-"""The suffixes of safetensors files. A name without a suffix is not changed."""
+"""The allowed suffixes of safetensors files. If a name has no suffix, no suffix is added."""
 
 # A folder whose name ends in one of these suffixes is probably a mistake. Any other suffix, as in
 # `llama-3.1`, belongs to the name of the folder.
@@ -50,13 +50,13 @@ def nbytes(tensors: Collection[Tensor]) -> int:
     Tensors with the same storage count once. A sparse tensor counts as if it were dense.
     """
     shared: dict[int, int] = {}
-    others = 0
+    without_storage = 0
     for tensor in tensors:
         if has_storage(tensor):
             shared[memory_of(tensor)] = tensor.untyped_storage().nbytes()
         else:
-            others += tensor.numel() * tensor.element_size()
-    return sum(shared.values()) + others
+            without_storage += tensor.numel() * tensor.element_size()
+    return sum(shared.values()) + without_storage
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:
@@ -117,8 +117,8 @@ def require_folder(path: str | os.PathLike[str], files: Iterable[str] = ()) -> N
     if path == "":
         raise ValueError("path must name a folder; got an empty text ('.' is the working folder)")
     if folder.suffix.lower() in _OF_FILES and not folder.is_dir():
-        others = "".join(f" or end in {suffix}" for suffix in files)
-        raise ValueError(f"path must be a folder{others}; got {os.fspath(path)}")
+        endings = "".join(f" or end in {suffix}" for suffix in files)
+        raise ValueError(f"path must be a folder{endings}; got {os.fspath(path)}")
 
 
 def save(

@@ -25,7 +25,7 @@ OURS = {
     *("names", "mode", "lazy", "run", "hooks", "backward", "receipts", "bos", "side"),
     *("pos", "position", "positions", "device", "dtype", "detach", "grads"),
 }
-"""The keywords of the calls of this package, and common spellings of one of them."""
+"""The keywords of the calls of this package, and common other spellings of `pos`."""
 
 RENAMED = {
     "position": "pos",

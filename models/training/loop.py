@@ -185,8 +185,8 @@ def _batches_and_texts(
 ) -> tuple[Batches, dict[str, Tensor]]:
     """Return the function that makes batches, and the texts for training and validation by name.
 
-    There is no text for training if `data` is a function, and none for validation if no tokens are
-    held out.
+    If `data` is a function, there is no text for training. If no tokens are held out, there is no
+    text for validation.
     """
     length = model.config.n_ctx + 1
     vocab_size = model.config.vocab_size
