@@ -223,6 +223,9 @@ def score_of_rows(answers: Continuations, rows: Text) -> TokenMetric:
         if is_short:
             row_numbers = torch.arange(len(logits), device=logits.device)[:, None]
             logits = logits[row_numbers, to_device(columns, logits.device)]
+        else:
+            # The logits may be the logits of whole texts.
+            logits = logits[:, -longest:]
         tokens_here, is_answer_here = all_to_device((tokens, is_answer), logits.device)
         scores = score(at_least_float32(logits), tokens_here, is_answer_here)
         return scores * to_device(weights.to(scores.dtype), scores.device)

@@ -33,7 +33,6 @@ from interp.inputs.texts import text_for
 from interp.inputs.token_positions import Tokens, as_positions, last_real, short
 from interp.measuring import (
     Metric,
-    WordedMetric,
     Writer,
     evaluate,
     in_words,
@@ -42,16 +41,15 @@ from interp.measuring import (
 )
 from interp.metrics import accuracy, log_prob, logit_diff
 from interp.pairs.answers import (
-    AnswerScore,
     Continuations,
     per_example,
     rows_of_answers,
     score_of_rows,
 )
-from interp.pairs.spans import Spans, aligned, answer_positions
-from interp.pairs.wording import answers_of_texts, has_several_tokens, tokens_of_pairs
+from interp.pairs.spans import Spans, aligned, answer_positions, require_causal
+from interp.pairs.wording import answers_of_metric, tokens_of_pairs
 from interp.plots import objects
-from interp.protocol import logits_of, of, runner_of
+from interp.protocol import logits_of, runner_of
 
 Answers = Int[Tensor, " batch"] | Int[Tensor, "batch 2"] | int | str | Sequence[Any]
 """The right answer of each text, or the right and the wrong answer, as tokens or as strings."""
@@ -222,9 +220,10 @@ class Pairs(plots.Shown):
         Pairs: 1, clean [1, 9], corrupted [1, 9]
         """
         pairs = copy.copy(self)
+        clean = text_for(model, self._clean)
+        corrupted = None if self._corrupted is None else text_for(model, self._corrupted)
+        continuations = answers_of_metric(model, clean, self._metric)
         if not self.is_read:
-            clean = text_for(model, self._clean)
-            corrupted = None if self._corrupted is None else text_for(model, self._corrupted)
             answers, spans, corrupted_spans = tokens_of_pairs(
                 model, clean, corrupted, answers=self.answers, spans=self._spans
             )
@@ -237,29 +236,23 @@ class Pairs(plots.Shown):
                 last_only=self.last_only,
             )
             pairs.is_read = True
-        pairs._read_metric(model)
-        if pairs.continuations is not None:
-            _require_causal(model, pairs.pos)
-        elif pairs.pos is None and pairs.answers is not None and self._metric is None:
+        if self._metric is None and isinstance(pairs.answers, Continuations):
+            continuations = pairs.answers
+        if continuations is not None:
+            require_causal(model, pairs.pos)
+            pairs.continuations = replace(continuations, per_token=self.per_token)
+            pairs._metric = None
+        elif self._metric is None and pairs.pos is None and pairs.answers is not None:
             pairs.pos = answer_positions(model, pairs._clean, pairs._corrupted)
+        elif self._metric is not None:
+            pairs._metric = metric_for(model, self._metric)
+        pairs._require_one_metric()
         pairs._write = self._write or writer_of(model)
         return pairs
 
-    def _read_metric(self, model: nn.Module) -> None:
-        """Convert a metric with tokens as text, and find answers of several tokens."""
-        metric = self._metric
-        answers = self.answers
-        score: AnswerScore = "log_prob"
-        if isinstance(metric, WordedMetric) and has_several_tokens(model, metric.answers):
-            answers = answers_of_texts(model, self._clean, metric.answers)
-            score = cast(AnswerScore, metric.score)
-            metric = None
-        if metric is None and isinstance(answers, Continuations):
-            self.continuations = replace(answers, score=score, per_token=self.per_token)
-            self._metric = None
-            return
-        self._metric = metric and metric_for(model, metric)
-        if isinstance(self.answers, Continuations) and self._has_both:
+    def _require_one_metric(self) -> None:
+        """Check that answers of several tokens are not given together with another metric."""
+        if isinstance(self.answers, Continuations) and self._has_both and self._metric is not None:
             raise ValueError(
                 "metric must be left out for answers of several tokens, whose metric is their "
                 f"log-probability; got {self._metric!r}"
@@ -599,24 +592,6 @@ def _must_be_read(answers: Any) -> bool:
     if isinstance(answers, (list, tuple)):
         return any(isinstance(answer, Tensor) or _must_be_read(answer) for answer in answers)
     return isinstance(answers, str)
-
-
-def _require_causal(model: nn.Module, pos: Any) -> None:
-    """Check that a model can read answers of several tokens after its texts.
-
-    Raises:
-        ValueError: if a position is given, or the model reads texts in both directions.
-    """
-    if not getattr(of(model), "is_causal", True):
-        raise ValueError(
-            f"answers must be single tokens, because a {type(model).__name__} reads texts in both "
-            "directions; got several tokens"
-        )
-    if pos is not None and not (isinstance(pos, int) and pos == -1):
-        raise ValueError(
-            "pos must be left out for answers of several tokens, which follow the last token of a "
-            f"text; got {short(pos)}"
-        )
 
 
 def _require_texts(**given: Any) -> None:

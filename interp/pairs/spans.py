@@ -9,6 +9,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
 from hooks.base import Index, Selection, Text, real_columns, real_of, shown
+from interp.inputs.token_positions import short
 from interp.pairs.answers import Continuations
 from interp.protocol import of
 
@@ -111,6 +112,28 @@ def answer_positions(
             f"{positions[:n_texts]} and {positions[-n_texts:]}"
         )
     return torch.tensor(positions[:n_texts])
+
+
+def require_causal(model: nn.Module, pos: Any) -> None:
+    """Check that a model can read answers of several tokens after its texts.
+
+    Args:
+        model: the model.
+        pos: the position of the answers; see `Pairs`.
+
+    Raises:
+        ValueError: if a position is given, or the model reads texts in both directions.
+    """
+    if not getattr(of(model), "is_causal", True):
+        raise ValueError(
+            f"answers must be single tokens, because a {type(model).__name__} reads texts in both "
+            "directions; got several tokens"
+        )
+    if pos is not None and not (isinstance(pos, int) and pos == -1):
+        raise ValueError(
+            "pos must be left out for answers of several tokens, which follow the last token of a "
+            f"text; got {short(pos)}"
+        )
 
 
 def _mask_token(language: Any) -> int | None:

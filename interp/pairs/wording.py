@@ -2,14 +2,15 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from hooks.base import Text, named_spans, shown
 from interp.inputs.token_positions import is_worded
-from interp.pairs.answers import AnswerTokens, Continuations
+from interp.measuring import Metric, WordedMetric
+from interp.pairs.answers import AnswerScore, AnswerTokens, Continuations
 from interp.protocol import of
 
 
@@ -65,6 +66,23 @@ def _require_same_lengths(model: nn.Module, clean: Text, corrupted: Text) -> Non
             )
 
 
+def answers_of_metric(model: nn.Module, text: Text, metric: Metric | None) -> Continuations | None:
+    """Return the answers that a metric scores, if one of them is several tokens; otherwise None.
+
+    Args:
+        model: the model whose tokenizer converts strings.
+        text: the texts that the answers continue.
+        metric: the metric of the pairs.
+
+    Raises:
+        ValueError: see `answers_of_texts`.
+    """
+    if not isinstance(metric, WordedMetric) or not has_several_tokens(model, metric.answers):
+        return None
+    tokens = _tokens_of_answers(model, text, metric.answers)
+    return Continuations(tokens, score=cast(AnswerScore, metric.score))
+
+
 def has_several_tokens(model: nn.Module, texts: Any) -> bool:
     """Return True if a text, or one of several texts, is several tokens of a model.
 
@@ -74,7 +92,8 @@ def has_several_tokens(model: nn.Module, texts: Any) -> bool:
     """
     if isinstance(texts, str):
         return len(_tokens(of(model, "to_id"), texts)) > 1
-    return is_worded(texts) and any(has_several_tokens(model, text) for text in texts)
+    is_list = isinstance(texts, (list, tuple))
+    return is_list and any(has_several_tokens(model, text) for text in texts)
 
 
 def answers_of_texts(model: nn.Module, text: Text, answers: Any) -> Tensor | Continuations:
@@ -93,6 +112,21 @@ def answers_of_texts(model: nn.Module, text: Text, answers: Any) -> Tensor | Con
         ValueError: if the number of answers does not fit the texts, or an answer does not fit its
             text; see `_answer`.
     """
+    answer_tokens = _tokens_of_answers(model, text, answers)
+    if any(len(tokens) > 1 for parts in answer_tokens for tokens in parts):
+        return Continuations(answer_tokens)
+    ids = torch.tensor(answer_tokens, device=text.tokens.device)[..., 0]
+    return ids[:, 0] if ids.shape[1] == 1 else ids
+
+
+def _tokens_of_answers(
+    model: nn.Module, text: Text, answers: Any
+) -> tuple[tuple[AnswerTokens, ...], ...]:
+    """Return the tokens of the right answer of each text, or of its right and its wrong answer.
+
+    Args:
+        model, text, answers: see `answers_of_texts`.
+    """
     texts = text.of_logits.listed()
     answers = [answers] * len(texts) if _is_one_answer(answers) else answers
     if len(answers) != len(texts):
@@ -110,10 +144,7 @@ def answers_of_texts(model: nn.Module, text: Text, answers: Any) -> Tensor | Con
             "each text must have a right answer, or each text a right and a wrong answer; got "
             f"{sorted(counts)} answers"
         )
-    if any(len(tokens) > 1 for parts in answer_tokens for tokens in parts):
-        return Continuations(tuple(answer_tokens))
-    ids = torch.tensor(answer_tokens, device=text.tokens.device)[..., 0]
-    return ids[:, 0] if counts == {1} else ids
+    return tuple(answer_tokens)
 
 
 def _answer(model: nn.Module, tokens: list[int], answer: str | int | Tensor) -> AnswerTokens:
@@ -152,10 +183,12 @@ def _new_word_or_rest(language: Any, text: str, answer: str) -> AnswerTokens:
     Raises:
         ValueError: if the answer could be both.
     """
-    plain = _tokens(language, answer)
-    spaced = _tokens(language, f" {answer}")
     is_separate = answer[:1].isspace() or text[-1:].isspace()
-    if is_separate or (len(plain) == 1 and len(spaced) > 1):
+    plain = None if is_separate else _tokens_if_any(language, answer)
+    spaced = None if is_separate else _tokens_if_any(language, f" {answer}")
+    if plain is None:
+        return _tokens(language, answer) if spaced is None else spaced
+    if spaced is None or (len(plain) == 1 and len(spaced) > 1):
         return plain
     # If the text contains the answer as a word, the answer is a new word and not the rest of the
     # last word.
@@ -182,6 +215,14 @@ def _tokens(language: Any, text: str) -> AnswerTokens:
     """Return the tokens of a text, without the tokens that begin or end a text."""
     (tokens,) = language.to_tokens(text, bos=False).listed()
     return tuple(tokens)
+
+
+def _tokens_if_any(language: Any, text: str) -> AnswerTokens | None:
+    """Return the tokens of a text, or None if the tokenizer has no tokens for the text."""
+    try:
+        return _tokens(language, text)
+    except ValueError:
+        return None
 
 
 def _spans(

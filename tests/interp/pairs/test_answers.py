@@ -392,3 +392,13 @@ def test_right_answers_of_an_alignment_are_greedy(model):
     runs = Runs(model, pairs, "denoising")
     site = InterchangeRuns(runs, "blocks.0.mlp_out", -1, head=None, batch=5)
     assert site.scores(neurons(10)).right.tolist() == [1, 0]
+
+
+def test_the_metric_reads_the_last_positions_of_whole_texts(model):
+    prompts = [[3, 1, 4, 1, 5], [9, 2, 6, 0, 8]]
+    answers = [torch.tensor([7, 9, 3]), torch.tensor([10, 4, 6])]
+    rows = Pairs(torch.tensor(prompts), answers=answers).read_by(model).rows()
+    expected = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected.append(score(model, prompt, answer.tolist()))
+    close(rows.metric(model(rows.text.tokens)), torch.stack(expected))

@@ -459,8 +459,8 @@ def test_an_answer_that_may_be_two_tokens_is_refused():
         Pairs("the play", answers="ing").read_by(model)
     assert Pairs("the play", answers=[14]).read_by(model).answers.tolist() == [14]
     assert Pairs("the play", answers=" ing").read_by(model).answers.tolist() == [26]
-    with pytest.raises(ValueError, match="is 2"):
-        Pairs("the play", answers=" cat sat").read_by(model)
+    two_tokens = Pairs("the play", answers=" cat sat").read_by(model).answers
+    assert two_tokens.tokens == (((16, 18),),)
     with pytest.raises(ValueError, match="for each of 1 texts"):
         Pairs("the play", answers=[" cat", " dog"]).read_by(model)
 
@@ -477,6 +477,17 @@ def test_an_answer_is_one_token_where_only_one_fits():
     tokenizer.pieces[5] = "elsewhere"  # now " dog" is a token, and "dog" is not
     model.tokenizer = tokenizer
     assert Pairs("the cat", answers="dog").read_by(model).answers.tolist() == [17]
+
+
+def test_a_metric_reads_a_word_that_is_one_token_only_after_a_space():
+    model, tokenizer = reading(), Spaced()
+    tokenizer.pieces[5], tokenizer.pieces[8], tokenizer.pieces[10] = "dog"
+    model.tokenizer = tokenizer
+    assert model.to_tokens("dog", bos=False).listed() == [[5, 8, 10]]
+    pairs = Pairs(["the cat", "the sat"], metric=interp.log_prob("dog")).read_by(model)
+    expected = model(torch.tensor([[3, 16], [3, 18]]))[:, -1].log_softmax(-1)[:, 17]
+    rows = pairs.rows()
+    torch.testing.assert_close(rows.metric(model(rows.text.tokens)), expected)
 
 
 def test_spans_are_found_by_what_they_say():
