@@ -182,7 +182,7 @@ def require_unsplit(value: Shaped[Tensor, "*axes"], point: Point) -> None:
     Raises:
         HookError: if the value is split; the error names the point.
     """
-    # In a plan, values are fake tensors, whose numbers cannot be compared between processes.
+    # In a plan (`HookedRunner.plan`), values have no numbers to compare between processes.
     if point.mesh is None or (isinstance(value, FakeTensor) and point.axes):
         return
     if isinstance(value, FakeTensor) or not is_whole(value, point.mesh):

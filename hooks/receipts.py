@@ -54,8 +54,8 @@ class Receipt:
         before = activation.detach().clone()
         new = self.hook(activation, point)
         after = activation if new is None else new
-        # In a plan there are no numbers to compare. Any other result than a tensor of this shape
-        # raises an error later, in `EditedPoint.apply`.
+        # In a plan (`HookedRunner.plan`), values have no numbers to compare. Any other result than
+        # a tensor of this shape raises an error later, in `EditedPoint.apply`.
         plain = isinstance(after, Tensor) and after.shape == before.shape
         if plain and not (before.is_meta or isinstance(before, FakeTensor)):
             self._add(before, after)

@@ -233,10 +233,11 @@ def state_of(module: nn.Module) -> list[Tensor]:
 
 
 def marks(module: nn.Module) -> list[int]:
-    """Return numbers that differ as soon as a parameter or buffer of `module` was changed.
+    """Return numbers that are different after a change of a parameter or buffer of `module`.
 
-    They are the identity, `memory_of` and `version` of each tensor of `state_of`. Compare the
-    numbers from before and after a run.
+    They are the identity, `memory_of` and `version` of each tensor of `state_of`. Two equal results
+    show that no tensor was replaced or written to in between, except for writes to inference
+    tensors.
 
     Tensors on the meta device are left out, because offloading replaces them after each call.
     """

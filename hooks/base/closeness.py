@@ -7,7 +7,7 @@ a limit that depends on the operations between them:
 | between the two values | they may differ by | of | in |
 | --- | --- | --- | --- |
 | no operation: a tensor was passed on or copied | 0 | | `is_same` |
-| a few operations at each place | 8 eps | the sizes of all terms at that place | `is_close` |
+| a few operations at each place | 8 eps | the sum of all terms' sizes at the place | `is_close` |
 | a block, with different kernels | 4 eps, at least 1e-5 | number + median | `is_reproduced` |
 | a module, with different kernels | 16 eps, or the caller's limit | the largest | `agree` |
 | a sum of many terms, in a different order | 1000 eps, at most 0.03 | the largest | `is_rounding` |

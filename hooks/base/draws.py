@@ -70,7 +70,8 @@ class Draws:
         Args:
             what: the part of the model that may have drawn them, for the warning.
         """
-        # In a plan, new tensors are fake, but the states must have numbers to be compared.
+        # In a plan (`HookedRunner.plan`), new tensors have no numbers, but the states must have
+        # numbers to be compared.
         with unset_fake_temporarily():
             pairs = zip(self._before, self._states(), strict=True)
             drew = any(not torch.equal(*pair) for pair in pairs)

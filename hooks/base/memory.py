@@ -1,6 +1,7 @@
 """A limit of memory: values that would not fit raise an error before the system kills the process.
 
-1. Each stored value is counted (`Bound.add`), and the sum is checked from 256 MiB on.
+1. Each stored value is counted (`Bound.add`). The sum is checked from 256 MiB on, or from a quarter
+   of `max_bytes` on, if this is less.
 2. Later values are assumed to be as large as the same values in an earlier layer.
 3. More than `max_bytes`, or 0.9 of the free memory, raises an error that suggests a smaller
    selection.

@@ -57,7 +57,7 @@ def real_of(
 def real_columns(mask: KeyMask) -> list[list[int]] | None:
     """Return the columns of each text's real tokens, or None if there is no padding.
 
-    In a plan, the mask has no numbers and the result is None.
+    In a plan (`HookedRunner.plan`), the mask has no numbers and the result is None.
     """
     if mask.is_meta or isinstance(mask, FakeTensor):
         return None
