@@ -1,4 +1,4 @@
-"""The numbers that a page of a report holds."""
+"""Read the numbers from the page of a report."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""The logit lens written out."""
+"""The logit lens, computed from the blocks of a model."""
 
 import torch
 

@@ -1,5 +1,6 @@
-"""Names of TransformerLens and their names here, compared with its caches of small random models
-(`make.py`).
+"""Names of TransformerLens, translated to names of this package.
+
+The values of both are compared, with small random models of tests/transformer_lens/make.py.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Progress bars of analyses: each counts to its end, is taken away, and changes no number."""
+"""Progress bars of analyses: each counts to its end, disappears, and changes no number."""
 
 import contextlib
 import importlib

@@ -1,4 +1,4 @@
-"""Random models of ours, and TransformerLens's models with their weights."""
+"""Pairs of a random plain model and a TransformerLens model with the same weights."""
 
 import warnings
 

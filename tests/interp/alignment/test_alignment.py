@@ -1,5 +1,6 @@
-"""Alignments against models whose variables stand in known subspaces, arithmetic without hooks, and
-closed forms.
+"""Alignments in models whose variables are in known subspaces.
+
+They are compared with arithmetic without hooks, and with closed forms.
 """
 
 import copy

@@ -1,5 +1,6 @@
-"""Attribution graphs: rows add up, and are what changes in a run whose norms and patterns cannot
-react.
+"""Attribution graphs: the effects on a node add up to its value.
+
+Each effect equals a change in a run in which norms and patterns keep their values.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""Attribution graphs as circuit-tracer's page, Neuronpedia's server and Anthropic save them; see
-tests/circuit_tracer/make_files.py.
+"""Attribution graphs in files of circuit-tracer's page, Neuronpedia's server and Anthropic.
+
+tests/circuit_tracer/make_files.py made the files.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""Pruned attribution graphs:
-
-Neuronpedia's format, the page in a browser, and the command `trace`.
-"""
+"""Pruned attribution graphs: Neuronpedia's format, the page in a browser, and the command `trace`."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command line: what it writes, what it prints, and how it refuses."""
+"""The command line: the files that it writes, the text that it prints, and its errors."""
 
 import os
 import re
@@ -34,7 +34,7 @@ def small(vocab_size, n_ctx=89):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Save a small random model whose tokenizer can encode the default prompt."""
+    """The path of a small random model whose tokenizer can encode the default prompt."""
     tokenizer = CharTokenizer.of(cli.DEFAULT_PROMPT + cli.DEFAULT_CORRUPTED + "acdefhinorstuv")
     path = tmp_path_factory.mktemp("model")
     save(path, small(len(tokenizer.characters)), tokenizer)
@@ -43,13 +43,16 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    """Each test runs in an empty directory of its own."""
+    """An empty working directory for each test."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def refused(capsys, *arguments):
-    """The one line of a refusal, which leaves no file behind."""
+    """Run a command that must fail, and return its error of one line.
+
+    Check that it leaves no file behind.
+    """
     before = sorted(Path.cwd().rglob("*"))
     assert main(arguments) == 1
     assert sorted(Path.cwd().rglob("*")) == before
@@ -70,7 +73,7 @@ def opened(page):
 
 
 def test_no_argument_is_needed(here):
-    """The bundled model, on the default prompts."""
+    """Without arguments, the command uses the bundled model and the default prompts."""
     done = command_line("report")
     assert done.returncode == 0, done.stderr
     assert [path.name for path in here.iterdir()] == ["report.html"]
@@ -106,7 +109,8 @@ def test_the_summary_says_what_the_page_shows(saved, here, capsys):
             rf"{kind} heads +layer {layer}, head {head}  \+{scores.max():.2f}"[:-1], out
         )
     patches = patches_of(page)
-    assert patches.pop("resid_pre").max() == pytest.approx(1, abs=1e-4)  # at several places
+    # Several places of this site restore everything, so none of them is the largest.
+    assert patches.pop("resid_pre").max() == pytest.approx(1, abs=1e-4)
     for site, shares in patches.items():
         layer, place = divmod(int(shares.abs().argmax()), shares.shape[1])
         kind = "head" if site == "z" else "pos"
@@ -124,7 +128,7 @@ def test_corrupted_alone_goes_with_the_default_prompt(saved, here, monkeypatch):
     (here / "report.html").symlink_to("pages/real.html")
     assert main(["report", "--model", saved, "--corrupted", "ahe returns"]) == 0
     assert embedded(opened(here / "report.html"))["Patching: What attention adds"]["marked"] == [0]
-    # A link stays a link.
+    # The page is written through the symbolic link, which stays.
     assert (here / "report.html").is_symlink()
     assert [path.name for path in (here / "pages").iterdir()] == ["real.html"]
 
@@ -172,7 +176,9 @@ def test_vocabularies_of_model_and_tokenizer_that_differ(here, capsys):
 
 
 def test_default_prompts_of_different_lengths_are_no_pair(saved, here, monkeypatch):
-    """With some tokenizers, one of the two texts has more tokens than the other."""
+    """With some tokenizers, the default texts have different numbers of tokens. Then the report
+    derives a corrupted text.
+    """
     monkeypatch.setattr(cli, "DEFAULT_PROMPT", "the returns")
     monkeypatch.setattr(cli, "DEFAULT_CORRUPTED", "the return")
     assert main(["report", "--model", saved]) == 0
@@ -181,9 +187,10 @@ def test_default_prompts_of_different_lengths_are_no_pair(saved, here, monkeypat
 
 @pytest.mark.parametrize(("known", "n_ctx"), [("\nabc", 89), ("the returns", 7)])
 def test_the_model_writes_the_prompt_if_it_cannot_read_the_default(here, monkeypatch, known, n_ctx):
-    """One model lacks characters, and one lacks positions. Both would end their text at once.
+    """One model has no tokens for some characters, and one model has too few positions.
 
-    As with most tokenizers, encoding the decoded text gives other tokens.
+    Both models would generate the end of a text first. The tokenizer is changed so that encoding a
+    decoded text gives other tokens, as with most tokenizers.
     """
     encode = CharTokenizer.encode
     monkeypatch.setattr(CharTokenizer, "encode", lambda self, text: 2 * encode(self, text))
@@ -200,7 +207,7 @@ def test_the_model_writes_the_prompt_if_it_cannot_read_the_default(here, monkeyp
 
 
 def test_places_that_the_page_cannot_go(here, capsys, monkeypatch):
-    # All are refused before the model is loaded.
+    # The errors come before the model is loaded.
     monkeypatch.setattr(models, "load", None)
     for out in ("missing/page.html", ".", "x" * 300):
         assert repr(out) in refused(capsys, "report", "--out", out)
@@ -276,7 +283,7 @@ def test_points_of_a_registered_config(here, capsys, monkeypatch):
     assert main(["points", "--model", "gpt2-xl"]) == 0
     assert "blocks.0-47.attn.z" in capsys.readouterr().out
     assert all(weights.is_meta for weights in built[0].parameters()), "they need no memory"
-    # A directory comes first, as in `load`.
+    # If a directory has the name, the model in the directory is used, as in `load`.
     save(here / "gpt2-xl", small(3))
     assert main(["points", "--model", "gpt2-xl"]) == 0
     assert "blocks.0-1.attn.z" in capsys.readouterr().out
@@ -296,7 +303,7 @@ def test_output_that_cannot_be_written_is_no_traceback(saved, monkeypatch, outpu
     ("package", "text", "status", "error"),
     [
         ("hooks", "", 1, "error: .*{}.*\n"),
-        ("models", "1 / 0", 1, "error: .*{}.*\n"),  # this code never runs
+        ("models", "1 / 0", 1, "error: .*{}.*\n"),  # the user's module is found, but not run
     ],
 )
 def test_a_module_that_shadows_ours_is_no_traceback(here, package, text, status, error):

@@ -1,5 +1,6 @@
-"""The commands `points`, `lens`, `patch`, `features`, `trace`, `generate` and `harvest`: what they
-print is what the Python calls give.
+"""The commands `points`, `lens`, `patch`, `features`, `trace`, `generate` and `harvest`.
+
+They print the results of the same calls in Python.
 """
 
 import fnmatch
@@ -39,10 +40,10 @@ def printed(capsys, *arguments):
 
 
 def refused(capsys, *arguments):
-    """The one line of a refusal."""
+    """Run a command that must fail, and return its error of one line."""
     try:
         status = main(arguments)
-    except SystemExit as error:  # of the parser
+    except SystemExit as error:  # the parser of options ends the program
         status = error.code
     out, err = capsys.readouterr()
     assert status in (1, 2)
@@ -208,15 +209,14 @@ def test_a_family_without_a_table_is_attached(tmp_path, capsys, monkeypatch):
     assert data["probabilities"][-1][-1][0] == pytest.approx(expected, rel=1e-5)
     more = json.loads(printed(capsys, "generate", *given, "--tokens", "2"))
     assert more["text"].startswith("w3 w5 w7")
-    # The same for the hub, whose download is a folder.
+    # A name on the hub gives the same, because a download is a folder.
     hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(hub, "snapshot_download", lambda name, **options: str(tmp_path))
     given[1] = "some/olmoe"
     assert json.loads(printed(capsys, "lens", *given)) == data
 
 
-# A Python file of a model that leaves a file when it runs, and that defines a model type of its
-# own.
+# A Python file of a model. When it runs, it writes a marker file, and defines a new model type.
 CODE = """
 from pathlib import Path
 from transformers import OlmoConfig, OlmoForCausalLM, PreTrainedTokenizerFast
@@ -232,9 +232,9 @@ CLASSES = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
 
 
 def with_code(folder, config, tokenizer_config=None):
-    """Write a small model with code among its files.
+    """Write a small model with Python code among its files.
 
-    Return the marker that the code leaves when it runs.
+    Return the path of the marker file that the code writes when it runs.
     """
     from tests.attachable import VOCAB, made
 
@@ -260,13 +260,16 @@ def with_code(folder, config, tokenizer_config=None):
 def test_code_among_the_files_of_a_model_does_not_run(kind, tmp_path, capsys, monkeypatch):
     folder = tmp_path / "model"
     config, words = {"model_type": "only_its_own", "auto_map": CLASSES}, None
-    if kind == "known type":  # known, but with no causal language model
+    # `transformers` knows this type, but has no causal language model for it.
+    if kind == "known type":
         config = {"model_type": "siglip_text_model", "auto_map": CLASSES}
-    elif kind == "inside":  # a nested config, whose code `transformers` looks for at its own path
+    # `transformers` looks for the code of a nested config at the path that the config names.
+    elif kind == "inside":
         inner = {"model_type": "trocr", "auto_map": {"AutoModel": "code.Model"}}
         inner["_name_or_path"] = str(folder)
         config = {"model_type": "gemma3", "vision_config": inner}
-    elif kind.endswith("tokenizer"):  # the type has no tokenizer of its own in the library
+    # `transformers` has no tokenizer of its own for this type.
+    elif kind.endswith("tokenizer"):
         classes = ["code.Words", None]
         config = {"model_type": "olmo"}
         words = {"tokenizer_class": "Words", "auto_map": {"AutoTokenizer": classes}}
@@ -295,7 +298,7 @@ def test_code_among_the_files_of_a_model_does_not_run(kind, tmp_path, capsys, mo
     assert "--trust-remote-code" in said
     assert not marker.exists()
     assert sys.stdin.read() == "y\n" * 9
-    # In Python, no reader of ours gives the files to `transformers`.
+    # In Python, the readers of this package do not run the code either.
     with pytest.raises(ValueError, match="model_type"):
         load(given[0])
     load_tokenizer(given[0])

@@ -36,7 +36,7 @@ def model():
 
 
 def rows_of(model, texts, name, pos):
-    """Values of each text alone, [row, d], by a run for each."""
+    """Return values [row, d] at a point, from a separate run of each text."""
     values = [HookedRunner(model).run_with_cache(text)[1][name][0].flatten(1) for text in texts]
     return np.concatenate([(each if pos is None else each[[pos]]).numpy() for each in values])
 
@@ -71,7 +71,8 @@ def test_values_may_come_from_caches(model):
     )[1]
     with pytest.raises(ValueError, match="must be from a run on tokens"):
         difference_of_means(model, without, caches[1], name)
-    # The tokens of a run are not cut with its values.
+    # The values of these caches are a part of a run, but the tokens are still all tokens of the
+    # run.
     _, cut = runner.run_with_cache(YES, pos=[-1])
     for part in (caches[0].at(batch=[1, 0]), cut):
         with pytest.raises(ValueError, match="got a part"):
@@ -79,7 +80,9 @@ def test_values_may_come_from_caches(model):
 
 
 def chosen_of(lengths, pos):
-    """The tokens that an index selects of texts by themselves, with Python's own rules."""
+    """Yield the positions that `pos` selects in each text alone, by Python's own rules of
+    indexing.
+    """
     each = pos if isinstance(pos, list) and isinstance(pos[0], list) else [pos] * len(lengths)
     for length, index in zip(lengths, each, strict=True):
         numbers = [*range(length)]
@@ -135,7 +138,7 @@ def test_padding_is_no_example_in_any_form_of_positions(model, pos):
 
 @pytest.mark.parametrize("pos", [None, slice(1, None), slice(3, 40), slice(-2, None), all_but(-1)])
 def test_columns_of_padding_on_the_left_are_no_examples(model, pos):
-    """A position from 0 on is a column. Readings use columns with tokens only."""
+    """Positions 0, 1, ... are columns of the batch. Columns of padding are not examples."""
     name, runner = "blocks.1.resid_post", HookedRunner(model)
     caches, means, count = [], [], 0
     for texts in (YES, NO):
@@ -181,8 +184,8 @@ def test_a_text_without_its_positions_is_refused_in_any_batch(model, batch):
 
 
 def planted(size=3.0):
-    """A model whose stream has a known vector where a token is 0 or 1, and that reads it for logit
-    4.
+    """Return a model whose embeddings of the tokens 0 and 1 contain a known vector, and the
+    vector.
     """
     torch.manual_seed(0)
     config = TransformerConfig(
@@ -235,7 +238,7 @@ def test_steering_moves_a_logit_by_the_product_and_costs_the_kl():
     assert curve.within(means[0.5]) == best
     with pytest.raises(ValueError, match="budget must be at least"):
         curve.within(-1.0)
-    # At one position of three, and the last does not read the others here.
+    # An edit at the first position has no effect, because the last position does not read it here.
     early = steering_curve(model, v, prompts, [2.0], lambda logits: logits[:, -1, 4], pos=0)
     assert early.score.values.abs().max() < 1e-9
     with pytest.raises(ValueError, match="steering_curve with others="):
@@ -266,8 +269,8 @@ def test_a_direction_is_an_edit_of_its_own_points(model):
 
 
 def values_and_labels(rank=6, rows=40):
-    """Values in a space of few dimensions, like the outputs of a norm, with labels that depend on
-    them.
+    """Return values in a space of few dimensions, like outputs of a norm, and labels that depend on
+    the values.
     """
     rng = np.random.default_rng(0)
     x = rng.normal(size=(rows, rank)) @ rng.normal(size=(rank, 9)) + rng.normal(size=9)
@@ -283,7 +286,8 @@ def test_what_is_erased_cannot_be_read_and_is_the_least(rank):
     cross = (x - x.mean(0)).T @ (z - z.mean()) / len(x)
     after = (erased - erased.mean(0)).T @ (z - z.mean()) / len(x)
     assert np.abs(after).max() <= 1e-10 * np.abs(cross).max()
-    # Of two classes: x - s (s' Σ⁺ (x - mean)) / (s' Σ⁺ s), with s the cross-covariance.
+    # For two classes, the formula is x - s (s' Σ⁺ (x - mean)) / (s' Σ⁺ s). Here s is the covariance
+    # of values and labels, and Σ⁺ is the pseudoinverse of the covariance of values.
     inverse = np.linalg.pinv(np.cov(x.T, bias=True), rcond=1e-10, hermitian=True)
     expected = x - np.outer((x - x.mean(0)) @ inverse @ cross, cross) / (cross @ inverse @ cross)
     np.testing.assert_allclose(erased, expected, rtol=0, atol=1e-8)
@@ -423,7 +427,7 @@ def test_control_vectors_are_those_of_llama_cpp(model, tmp_path):
 
 
 def write_as_repeng(path, tensors, kind=None):
-    """What `export_gguf` of repeng calls, with the numbers in a type of GGUF."""
+    """Write a control vector with the calls of repeng's `export_gguf`, in a number type of GGUF."""
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(path, "controlvector")
     writer.add_string("controlvector.model_hint", "llama")
@@ -446,7 +450,8 @@ def test_control_vectors_are_read_in_each_type(kind, tmp_path):
     write_as_repeng(tmp_path / "v.gguf", tensors, gguf.GGMLQuantizationType[kind])
     read = Direction.from_gguf(tmp_path / "v.gguf")
     assert [*read.vectors] == ["blocks.5.resid_post", "blocks.12.resid_post"]
-    if kind == "Q8_0":  # blocks of 32 numbers with a scale in half precision
+    # Q8_0 has blocks of 32 numbers, each with a scale in half precision.
+    if kind == "Q8_0":
         blocks = numbers.reshape(2, 2, 32).astype(np.float64)
         scale = np.abs(blocks).max(-1, keepdims=True) / 127
         expected = (np.round(blocks / scale) * scale.astype(np.float16)).reshape(2, 64)
@@ -480,7 +485,7 @@ def test_what_is_no_control_vector_is_refused_in_one_line(tmp_path):
         with pytest.raises(CacheError, match=r"v\.gguf must be a complete control") as raised:
             Direction.from_gguf(path)
         assert "\n" not in str(raised.value)
-    # An array of 2^40 bytes, in a file of 200.
+    # The header says that an array has 2^40 bytes, but the file has 200.
     pieces = [b"GGUF", struct.pack("<IQQ", 3, 0, 1), struct.pack("<Q", 1), b"a"]
     path.write_bytes(b"".join([*pieces, struct.pack("<IIQ", 9, 0, 2**40)]).ljust(200, b"\0"))
     with pytest.raises(CacheError, match="must have 1 numbers at byte 200"):
@@ -488,7 +493,7 @@ def test_what_is_no_control_vector_is_refused_in_one_line(tmp_path):
 
 
 def test_several_points_may_be_named(model):
-    """Points by their site or by their full name, in one run. A repeated name counts once."""
+    """Points are named by their site or by their full name. A repeated name counts once."""
     names = ["attn_out", "blocks.1.mlp_out", "blocks.0.attn_out"]
     found = difference_of_means(model, YES, NO, names)
     sizes = range(model.config.n_layers)
@@ -509,7 +514,7 @@ def test_a_score_may_be_a_metric_of_words(model):
 
 
 def embedded(vectors):
-    """A model whose only values are the vectors of its tokens."""
+    """Return a model that only looks up the vectors of its tokens."""
     model = nn.Sequential(nn.Embedding(*vectors.shape), HookPoint("batch pos d_model")).eval()
     model[0].weight.data = vectors
     return model
@@ -532,7 +537,8 @@ def test_a_probe_finds_what_is_planted_and_its_control_does_not(kind):
         float(found.auroc.mean() - found.control.mean())
     )
     assert torch.cosine_similarity(found.direction["1"], planted, dim=0) > 0.9
-    # The direction, fitted on all, is the classifier of scikit-learn on standardised values.
+    # The direction is fitted on all texts. It equals scikit-learn's classifier on standardised
+    # values.
     x, labels = values.numpy(), np.arange(80) < 40
     scaled = (x - x.mean(0)) / x.std(0)
     if kind == "logistic":
@@ -548,7 +554,7 @@ def test_a_probe_finds_what_is_planted_and_its_control_does_not(kind):
 
 
 def test_positions_are_scored_apart_in_one_pass():
-    """The kind is written at the second of three positions, and nowhere else."""
+    """Only the second of three positions shows which kind a text has."""
     pytest.importorskip("sklearn", reason="needs the extra probes")
     torch.manual_seed(0)
     values = torch.randn(43, 7)
@@ -570,7 +576,7 @@ def test_positions_are_scored_apart_in_one_pass():
     assert 0.6 < float(ends.low[0, 1]) < 0.95
     assert float(ends.high[0, 1]) == 1
     assert f"  1 1  1.000 [{float(ends.low[0, 1]):.3f}, 1.000]" in repr(found)
-    # A mask, and lists of each text's own, have no label of each position.
+    # If the positions are a mask, or differ between texts, the axis has no labels.
     of_each = [[0, 1], [2, 0]] * 20
     for other in ([True, True, False], of_each):
         labels = probe(embedded(values), yes, no, "1", pos=other, over="pos", draws=1).auroc.labels
@@ -601,9 +607,9 @@ def test_a_component_is_set_by_two_edits(model):
 
 
 def test_examples_of_one_text_are_never_in_two_folds():
-    """Each text has a vector of its own, at every position.
+    """Each text has its own random vector, which is the same at all positions of the text.
 
-    A probe that sees a text in training knows its label.
+    So a probe that sees a part of a text in training would know the label of the rest.
     """
     pytest.importorskip("sklearn", reason="needs the extra probes")
     torch.manual_seed(1)
@@ -628,7 +634,7 @@ def test_copies_of_a_text_are_never_in_two_folds(model):
     texts = random_letters(24)
     yes, no, site = texts[:12], texts[12:], ["blocks.1.resid_post", "blocks.3.mlp_out"]
     once = probe(model, yes, no, site)
-    # A quarter of C, because the loss is a sum over examples, and there are four times as many.
+    # The loss is a sum over examples. With four times as many examples, use a quarter of C.
     for copies, batch in ((yes * 4, 16), ([text for text in yes for _ in range(4)], 5)):
         often = probe(model, copies, no * 4, site, C=0.25, batch=batch)
         assert often.auroc.counts == once.auroc.counts == (2.4, 2.4)
@@ -646,9 +652,9 @@ def test_copies_of_a_text_are_never_in_two_folds(model):
 
 @pytest.mark.parametrize("kind", ["logistic", "linear"])
 def test_folds_of_texts_that_come_several_times_are_those_of_scikit_learn(kind):
-    """Each fold by hand: copies are left out together, and scored once.
+    """The folds are made by hand: all copies of a text are in the same fold, and are scored once.
 
-    The fit uses all of them.
+    The fit uses all copies.
     """
     metrics = pytest.importorskip("sklearn.metrics", reason="needs the extra probes")
     linear = pytest.importorskip("sklearn.linear_model")
@@ -667,7 +673,8 @@ def test_folds_of_texts_that_come_several_times_are_those_of_scikit_learn(kind):
         seed=6,
         draws=2,
     )
-    # Texts are numbered in their order. The texts of `no` are assigned to folds first.
+    # Texts have the number of their first occurrence. The texts of `no` are assigned to folds
+    # first.
     draw, fold = torch.Generator().manual_seed(6), np.zeros(17, int)
     for each in (no, yes):
         texts = np.array([*dict.fromkeys(each)])
@@ -692,7 +699,7 @@ def test_folds_of_texts_that_come_several_times_are_those_of_scikit_learn(kind):
 
 
 def left_padded(model, texts, width=15):
-    """A cache of some texts with padding on the left."""
+    """Return a cache of a batch of texts with padding on the left."""
     mask = torch.tensor([[n >= width - len(text) for n in range(width)] for text in texts])
     tokens = torch.zeros(mask.shape, dtype=torch.long)
     tokens[mask] = torch.cat([model.to_tokens(text).tokens[0] for text in texts])
@@ -702,9 +709,9 @@ def left_padded(model, texts, width=15):
 @pytest.mark.parametrize("pos", [-1, [-5, -1], "of each"])
 @pytest.mark.parametrize("given", ["texts", "caches", "both"])
 def test_a_text_of_both_kinds_is_in_one_fold(model, given, pos):
-    """With the same texts on both sides nothing is to be found.
+    """With the same texts in both kinds, a probe cannot find anything, and the AUROC is about 0.5.
 
-    With a leak the AUROC would be 0.
+    If a text were in training with one label and in the test with the other, the AUROC would be 0.
     """
     pytest.importorskip("sklearn", reason="needs the extra probes")
     texts = random_letters(13, seed=3)
@@ -721,13 +728,15 @@ def test_a_text_of_both_kinds_is_in_one_fold(model, given, pos):
     if given == "caches":
         yes = left_padded(model, yes, 20)
     found = probe(model, yes, no, name, **options)
-    if pos != "of each":  # otherwise the examples of a text are at other positions
-        # Rounding decides the comparison of a text with itself, which is one pair in 3 or 4.
+    # With "of each", the two examples of a text are at different positions.
+    if pos != "of each":
+        # The AUROC compares each example with all examples of the other kind. Rounding decides the
+        # comparison of a text with itself, which is one of 3 or 4 comparisons.
         assert float((found.auroc.values - 0.5).abs().max()) < 0.5 / 3 + 1e-6
     assert found.auroc.counts == (13 / 4, 13 / 4)
     assert found.control.counts == (13 / 8, 13 / 8)
     assert 0.1 < float(found.control.mean()) < 0.9
-    # Some of the groups contain both kinds, and other groups contain one kind.
+    # Only some of the texts are in both kinds.
     mixed = probe(model, texts[:9], texts[5:], name, folds=3)
     assert mixed.auroc.counts == (3, 8 / 3)
     assert mixed.control.counts == pytest.approx((13 / 6, 13 / 6))
@@ -738,7 +747,7 @@ def test_a_text_of_both_kinds_is_in_one_fold(model, given, pos):
 
 
 class Seeing(nn.Module):
-    """Adds a picture to what it reads."""
+    """A model that adds a picture to the embeddings of its tokens."""
 
     def __init__(self):
         super().__init__()
@@ -749,7 +758,9 @@ class Seeing(nn.Module):
 
 
 def test_the_same_words_beside_other_pictures_are_other_texts():
-    """A cache does not contain the images, so the values decide whether they were equal."""
+    """A cache does not contain the images of its run. So texts with equal tokens are copies only if
+    their values are equal too.
+    """
     pytest.importorskip("sklearn", reason="needs the extra probes")
     torch.manual_seed(0)
     model = Seeing().eval()
@@ -779,8 +790,8 @@ def test_the_auroc_of_a_fold_is_that_of_scikit_learn():
         folds=2,
         seed=4,
     )
-    # The folds are drawn from the seed as documented: texts of `no` (6 to 11) first, then those of
-    # `yes`.
+    # The folds are drawn from the seed as documented: first for the texts of `no` (6 to 11), then
+    # for the texts of `yes`.
     draw, fold = torch.Generator().manual_seed(4), np.zeros(12, int)
     for each in (np.arange(6, 12), np.arange(6)):
         fold[each[torch.randperm(6, generator=draw)]] = np.arange(6) % 2
@@ -807,7 +818,7 @@ def test_constant_columns_have_no_coefficient(kind, dtype):
     values = torch.randn(46, 5).double() * torch.tensor([1.0, 1e-4, 30.0, 1.0, 1e-9]).double()
     values[:23, 2] += 40
     constants = torch.tensor([0.1, -1e6, 0.0, 1 / 3]).double().expand(46, 4).clone()
-    constants[:, 3] += 1e-8 * torch.randn(46).double()  # only float64 knows that it varies
+    constants[:, 3] += 1e-8 * torch.randn(46).double()  # in float32, this column is constant too
     model = embedded(torch.cat([values, constants], 1)).to(dtype)
     model[0].weight.data = torch.cat([values, constants], 1).to(dtype)
     yes, no = torch.arange(23)[:, None], torch.arange(23, 46)[:, None]
@@ -827,7 +838,9 @@ def test_constant_columns_have_no_coefficient(kind, dtype):
 
 
 def test_what_varies_by_rounding_alone_is_not_erased():
-    """For float32 and float64, and for later values that vary along this direction."""
+    """In the fitted values, the third dimension varies only by rounding. The erasure must leave it
+    unchanged, also in other values that do vary along it.
+    """
     torch.manual_seed(3)
     labels = (torch.arange(60) < 30).double()[:, None]
     x = torch.randn(60, 3).double() + torch.tensor([2.0, 0.0, 0.0]).double() * labels

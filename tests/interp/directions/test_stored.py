@@ -1,6 +1,4 @@
-"""Directions of texts in a store: against the same texts without a store, numpy and
-scikit-learn.
-"""
+"""Directions from stores, compared with the same texts without a store, numpy and scikit-learn."""
 
 import numpy as np
 import pytest
@@ -20,7 +18,9 @@ def model():
 
 
 def letters(count, seed, first=5):
-    """Texts of random letters, each of another length, from `first` on."""
+    """Return texts of random letters with 5 to 11 letters, or with other lengths from `first`
+    on.
+    """
     draw = np.random.default_rng(seed)
     lengths = first + np.arange(count) % 7
     return ["".join(draw.choice([*"abcdefgh"], length)) for length in lengths]
@@ -42,7 +42,7 @@ def stored(model, texts, folder, **options):
 
 
 def mixed(seed=2):
-    """The texts of both kinds in any order, and their labels."""
+    """Return the texts of both kinds in a random order, and their labels."""
     order = np.random.default_rng(seed).permutation(len(YES) + len(NO))
     return [(YES + NO)[n] for n in order], [bool(n < len(YES)) for n in order]
 
@@ -85,7 +85,7 @@ def test_stores_give_what_their_texts_give(model, tmp_path, how, pos):
     more = {"kind": "logistic" if pos == -1 else "linear", "folds": 3, "draws": 1}
     found = probe(model, *given, site=sites[1:], pos=pos, batch=2, **options, **more)
     wanted = probe(model, *kinds, names[2], pos=wheres, **more)
-    # Rounding may change the order of a pair of examples.
+    # Rounding may change the order of two examples, and with it the AUROC a little.
     for one, other in ((found.auroc, wanted.auroc), (found.control, wanted.control)):
         torch.testing.assert_close(one.values, other.values, atol=0.02, rtol=0)
     assert found.auroc.counts == wanted.auroc.counts
@@ -138,7 +138,9 @@ def test_copies_in_a_store_share_a_fold(model, tmp_path, options):
 
 
 def test_places_are_places_of_the_text(model, tmp_path):
-    """A store that lacks the first tokens has the others at their places."""
+    """If a store does not contain the first tokens, the positions still count from the start of the
+    text.
+    """
     kept = [stored(model, t, tmp_path / n, pos=slice(2, None)) for t, n in ((YES, "a"), (NO, "b"))]
     for pos in (2, 3, -1, [-3, 4]):
         v = difference_of_means(model, *kept, NAMES[0], pos=pos)

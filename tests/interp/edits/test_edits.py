@@ -1,5 +1,5 @@
-"""Edits against numpy, hand-written hooks, the model's own masks, and the same text
-read in pieces.
+"""Edits, compared with numpy, hooks by hand, masks of the model, and the same text read in
+pieces.
 """
 
 import itertools
@@ -31,7 +31,7 @@ BATCH, POS, VOCAB = 5, 7, 23
 
 
 def made(**options):
-    """A random model in float64. No two axes are of one size, but `query` and `key`."""
+    """Return a random model in float64. All axes differ in size, except `query` and `key`."""
     sizes = dict(vocab_size=VOCAB, n_ctx=19, n_layers=2, n_heads=6, n_kv_heads=3, d_head=4)
     model = Transformer(TransformerConfig(d_model=10, d_mlp=13, **sizes | options)).eval().double()
     generator = torch.Generator().manual_seed(0)
@@ -59,7 +59,9 @@ def source(wide, texts):
 
 
 def drawn_index(rng, size):
-    """An index in the form users give it, and the places that it means."""
+    """Return a random index in one of the forms that users write, and the entries that it
+    selects.
+    """
     match rng.randrange(5):
         case 0:
             given = rng.randrange(-size, size)
@@ -81,16 +83,20 @@ def drawn_index(rng, size):
 
 
 def donors_of(source, seed):
-    """Read off a source whose rows hold their own number."""
+    """Return the number of the row from which each row takes its values in `edits.resample`.
+
+    It is read from a source in which each row contains its own number.
+    """
     rows = torch.arange(len(source), dtype=torch.float64)[:, None]
     donated = edits.resample(rows, seed)(torch.zeros_like(rows), Point("any", ("batch", "n")))
     return donated[:, 0].long().tolist()
 
 
 def drawn_change(rng, name, cache):
-    """A function that makes an edit, and the same change in numpy:
+    """Return a random kind of edit, and the same change in numpy.
 
-    (whole value, region, its subscript).
+    The edit is a function of the selection. The change is a function of the whole value, the
+    selected region, and the subscript of this region.
     """
     source, width = cache[name].numpy(), cache[name].shape[-1]
     two = np.random.default_rng(rng.randrange(99)).normal(size=(width, 2))
@@ -246,7 +252,7 @@ def test_a_mean_leaves_padding_out(wide, texts):
             )
             changed = value.copy()
             changed[np.ix_(*at)] = expected[np.ix_(*at)]
-            for mask in (real, None):  # a cache knows its own
+            for mask in (real, None):  # without `attention_mask=`, the mask of the cache is used
                 edited = edits.mean(padded, over, attention_mask=mask, **where)(
                     padded[name, 1].clone(), wide.points[padded.name((name, 1))]
                 )
@@ -277,9 +283,8 @@ def test_a_mean_is_that_of_its_axes_and_always_fresh():
     with pytest.raises(EditError, match="batch and pos"):
         masked(torch.ones(2, 3), Point("last", ("batch", "d_model")))
     for edit in (mean, edits.resample(torch.arange(6.0).view(2, 3))):
-        with pytest.raises(
-            UnknownNameError, match="batch"
-        ):  # here the two axes are pos and d_model
+        # The axes of this point are pos and d_model.
+        with pytest.raises(UnknownNameError, match="batch"):
             edit.at(batch=0)(x, point)
 
 
@@ -303,7 +308,10 @@ def test_a_donor_has_the_same_padding():
 
 
 def test_the_batch_may_be_a_later_axis():
-    """Positions of each text, and one text, where the positions are the first axis."""
+    """At this point, positions are the first axis and the batch is the second.
+
+    The edit has one list of positions per text, and acts on one text only.
+    """
     point = Point("any", ("pos", "batch"))
     value = torch.arange(1.0, 7).view(3, 2)
     edited = edits.zero(batch=1, pos=[[0], [2]])(value, point)
@@ -334,9 +342,9 @@ def test_a_donor_is_another_row_the_same_at_every_point(n):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_copy_of_a_text_is_no_donor(wide, side):
-    """Texts 0, 2, 3 and 5 are copies; the padding of a text says nothing of it."""
+    """Texts 0, 2, 3 and 5 are copies. The tokens at padding do not matter."""
     texts = [[3, 1, 4], [1, 5, 9], [3, 1, 4], [3, 1, 4], [2, 6, 5], [3, 1, 4]]
-    fill = torch.arange(6)[:, None]  # each text has padding of another value
+    fill = torch.arange(6)[:, None]  # another token at the padding of each text
     tokens, columns = torch.tensor(texts), torch.ones(6, 4).bool()
     columns[:, 0 if side == "left" else 3] = False
     tokens = torch.cat([fill, tokens] if side == "left" else [tokens, fill], 1)
@@ -360,7 +368,9 @@ def test_a_copy_of_a_text_is_no_donor(wide, side):
 
 
 def test_texts_with_other_values_are_no_copies(wide, texts):
-    """A cache does not keep images, so equal tokens are not enough: values must agree, too."""
+    """A cache does not contain images. So texts with equal tokens are copies only if their values
+    are equal too.
+    """
     same = texts[0][:1].expand(3, -1)
     other = {"embed": edits.add(torch.arange(3.0)[:, None, None].double())}
     with wide.hooks(other):
@@ -482,7 +492,9 @@ def test_a_text_read_in_pieces_is_edited_as_in_one(form, texts, source):
 
 
 def test_generation_reaches_an_edit_when_its_column_comes(wide, texts):
-    """The last column is each new column in turn. Columns that were never read have no effect."""
+    """In a generation, pos=-1 is the newest column at each step. A position that is never reached
+    has no effect.
+    """
     start, new = texts[0][:1, :4], 6
     name, vector = "blocks.0.resid_mid", torch.linspace(-3, 3, 10).double()
     hooks = [(name, edits.add(vector, pos=-1)), (name, edits.zero(pos=[6, 40]))]
@@ -503,7 +515,10 @@ def test_generation_reaches_an_edit_when_its_column_comes(wide, texts):
 @pytest.mark.parametrize("index", [-9, [-9, 1], slice(-20, -8), edits.all_but(-9)])
 @pytest.mark.parametrize("axis", ["pos", "query"])
 def test_a_position_before_every_text_is_an_error_in_a_generation(wide, axis, index):
-    """No later column reaches it. Padding counts to no text, and one text is long enough for -4."""
+    """A negative position before the start of a text can never be reached later, so it is an error.
+
+    Padding does not count. One of the two prompts is long enough for -4.
+    """
     name = {"pos": "blocks.1.attn.z", "query": "blocks.1.attn.pattern"}[axis]
     prompts = [[3, 1, 4], [1, 5, 9, 2]]
     edit = edits.scale(0.5)
@@ -518,7 +533,7 @@ def test_a_position_before_every_text_is_an_error_in_a_generation(wide, axis, in
 
 
 def test_a_key_before_the_start_may_come_later(wide):
-    """A later piece has the keys of the earlier ones, so a text may grow until it has the key."""
+    """A key may lie before the start of the prompt, because a text that grows has it later."""
     name = "blocks.1.attn.pattern"
     with wide.hooks({name: edits.scale(0.5, key=-4)}, receipts=True) as context:
         generate(wide.model, [[3, 1, 4]], max_new_tokens=3, stop=())
@@ -612,7 +627,7 @@ def test_receipts_say_what_each_hook_did(wide, texts):
     assert [re.search(r"(\d+) rows", line)[1] for line in lines] == ["2", "2", "0", "1", "0"]
     assert "nothing" in lines[2]
     with wide.hooks({"embed": nothing}) as context, pytest.raises(ContextError, match="receipts"):
-        context.receipts  # noqa: B018  # the reading is what is refused
+        context.receipts  # noqa: B018  # reading it raises the error
     pairs = [("*.attn_out", nothing), ("blocks.0.attn_out", to_nan)]
     by_hook = [receipt.hook for receipt in wide.hooks(pairs, receipts=True).receipts]
     assert by_hook == [nothing, nothing, to_nan]
@@ -634,7 +649,7 @@ def test_receipts_say_what_each_hook_did(wide, texts):
     scalar = HookedRunner(nn.Sequential(nn.Identity()))
     with scalar.hooks({"0": lambda value, point: -value}, receipts=True) as context:
         scalar.model(torch.tensor(60000.0).half())
-        scalar.model(torch.tensor(1.0, device="meta"))  # no numbers
+        scalar.model(torch.tensor(1.0, device="meta"))  # has no number, so it is not counted
     (receipt,) = context.receipts
     assert (receipt.calls, receipt.rows, receipt.largest) == (1, 1, 120000)
 
@@ -748,7 +763,8 @@ ONES = torch.ones(BATCH, POS, 10).double()
 )
 def test_what_does_not_fit_a_point_is_an_error(wide, texts, source, edit, name, match):
     hooks = {name: edit(source)}
-    if match is None:  # `query` also counts positions
+    # `query` also counts positions, so this edit fits.
+    if match is None:
         wide.run_with_hooks(texts[0], hooks=hooks)
         return
     with pytest.raises((EditError, UnknownNameError), match=match):
@@ -783,7 +799,7 @@ def test_what_no_point_takes_is_an_error_at_once(source):
 
 
 def test_edits_work_where_no_axes_are_declared():
-    """And where keys are not those of the text, as in cross-attention."""
+    """Edits also work at points whose keys are not tokens of the text, as in cross-attention."""
     runner, x = HookedRunner(nn.Sequential(nn.Linear(3, 5), nn.ReLU()).eval()), torch.ones(2, 3)
     source = runner.capture(2 * x, names="0")
     for given in (source, source["0"]):

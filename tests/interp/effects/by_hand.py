@@ -1,4 +1,6 @@
-"""A pair of texts, its metric, and values with gradients of modules, by PyTorch's own hooks."""
+"""A pair of texts with a metric, and helpers that compute values and gradients with PyTorch's own
+hooks.
+"""
 
 import contextlib
 
@@ -17,7 +19,7 @@ RIGHT_PADDED[0, 4:], RIGHT_PADDED[3, 6:] = False, False
 
 
 def paired(mask=None, metric=METRIC):
-    """Pairs of which the first run is edited, by default."""
+    """Return pairs of texts: values of `TARGET` are patched into the run of `BASE`."""
     return Pairs(TARGET, BASE, attention_mask=mask, metric=metric)
 
 
@@ -25,7 +27,9 @@ PAIRS = paired()
 
 
 def measured(model, tokens, mask=None):
-    """The metric by hand: logits of two tokens at each row's last real position."""
+    """Return the metric by hand: the difference of two logits at the last real token of each
+    text.
+    """
     rows, mask = torch.arange(BATCH), torch.ones_like(tokens) if mask is None else mask
     last = model(tokens, attention_mask=mask)[
         rows, tokens.shape[1] - 1 - mask.flip(1).int().argmax(1)
@@ -35,7 +39,7 @@ def measured(model, tokens, mask=None):
 
 @contextlib.contextmanager
 def changed(model, changes):
-    """Register PyTorch's own hooks, each with a change of the output of a module."""
+    """Change the outputs of modules in a `with`, by PyTorch's own hooks."""
     with contextlib.ExitStack() as stack:
         for name, change in changes.items():
             hook = model.get_submodule(name).register_forward_hook(
@@ -46,7 +50,7 @@ def changed(model, changes):
 
 
 def values_and_gradients(model, names, tokens, mask=None):
-    """Each module's value, and the gradient of the summed metric there."""
+    """Return the value of each module, and the gradient of the summed metric with respect to it."""
     nodes = {}
 
     def keep(name, output):

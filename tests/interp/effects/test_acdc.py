@@ -1,5 +1,6 @@
-"""ACDC against a loop written out, on a model whose circuit is known; and total and direct effects
-against hooks.
+"""ACDC, compared with a simple loop, on a model whose circuit is known.
+
+Total and direct effects of nodes are compared with hooks.
 """
 
 import pytest
@@ -23,9 +24,9 @@ def pairs_of(model, seed=0):
 
 @torch.no_grad()
 def written_out(model, pairs, threshold, pos=-1):
-    """Test each edge alone, by `run_circuit` without it.
+    """Run ACDC as a loop that removes one edge at a time and runs the rest with `run_circuit`.
 
-    Return the kept edges and the change of each test.
+    Return the edges that remain, and the change that each removal made.
     """
     graph, whole = Graph(model), model(pairs.clean).double().log_softmax(-1)
     left, current, added = [*graph.edges], 0.0, {}
@@ -58,7 +59,8 @@ def test_acdc_is_the_loop_written_out(name, pos):
         circuit, (left, added) = found[threshold], written_out(model, pairs, threshold, pos)
         graph = circuit.graph
         sizes.append(len(circuit))
-        # A reader that leads nowhere is not tested, and the loop finds its edges without effect.
+        # `acdc` does not test readers from which no path leads to the logits. The loop tests their
+        # edges, and finds that they have no effect.
         assert {*circuit} == {*left}
         for edge, change in added.items():
             score = float(circuit.scores[graph.index(edge)])

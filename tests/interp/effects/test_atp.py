@@ -1,4 +1,4 @@
-"""The options of AtP* against their definitions written out, and on attention that is saturated."""
+"""The options of AtP*, compared with their definitions, also with saturated attention."""
 
 import itertools
 
@@ -62,7 +62,7 @@ def test_the_softmax_is_computed_again_for_one_position_at_a_time(form, mask, si
 
 
 def saturated(gain, **changes):
-    """A model that is linear after attention, whose attention is as sharp as the gain."""
+    """Return a model that is linear after attention. A larger gain makes attention sharper."""
     model = variant("attention only", norm="none", n_kv_heads=3, **changes)
     with torch.no_grad():
         for block in model.blocks:
@@ -115,7 +115,9 @@ N = 7
 
 
 def lookup(sharpness):
-    """One head attends from a token n to the token n + 1 and copies it; another attends evenly."""
+    """Return a model of two heads. One head attends from a token n to the token n + 1 and copies
+    it. The other head attends evenly.
+    """
     config = TransformerConfig(
         vocab_size=2 * N,
         n_ctx=N,
@@ -149,7 +151,7 @@ def test_a_circuit_by_hand(sharpness, is_saturated):
     clean = torch.tensor([[1, 3, 5, 9, 0], [4, 2, 6, 11, 3]])
     corrupted = clean.clone()
     corrupted[:, -1] = torch.tensor([2, 5])
-    # The copied token.
+    # The metric is the logit of the token that the head copies.
     pairs = Pairs(corrupted, clean, metric=lambda logits: logits[[0, 1], -1, [1, 4]])
     given = dict(site="q", over=("head", "pos"))
     exact = activation_patching(model, pairs, **given)
@@ -200,7 +202,8 @@ def test_both_options_together():
     given = dict(site="q", over=("layer", "head", "pos"))
     found = attribution_patching(model, PAIRS, qk_correction=True, grad_drop=True, **given)
     exact = activation_patching(model, PAIRS, layers=[2], **given)
-    # The last block's queries act through its own output alone, which is dropped once.
+    # GradDrop leaves out the gradients of one layer at a time. The queries of the last block act
+    # only through the output of this block, so one of the estimates is 0.
     close(found.values[2], exact.values[0].abs())
 
 

@@ -1,5 +1,6 @@
-"""Attribution against PyTorch's own hooks and gradients, small steps, and patching where that is
-linear.
+"""Attributions, compared with PyTorch's own hooks and gradients and with finite differences.
+
+In linear models, they are also compared with patching.
 """
 
 import gc
@@ -115,7 +116,7 @@ def test_it_is_the_effect_of_a_small_step(direction):
         assert found.about["direction"] == direction
 
 
-# Nothing after these values is nonlinear, so the estimate is the effect.
+# The model is linear after these values, so the estimate equals the effect.
 LINEAR = [
     ("z", ("head", "pos"), {"heads": [5, 1]}),
     ("v", ("pos", "layer", "head"), {"heads": [2, 0]}),
@@ -319,7 +320,9 @@ def test_kernels_that_drop_gradients_are_refused():
 
 
 def along_the_path(model, name, mask, steps):
-    """The mean gradient by the trapezoid rule, the whole change, and the metric at both ends."""
+    """Return the mean gradient along the path (by the trapezoid rule), the change of the value, and
+    the metric at both ends.
+    """
     (base, _), (target, _) = (
         values_and_gradients(model, [name], text, mask)[name] for text in (BASE, TARGET)
     )
@@ -374,7 +377,7 @@ def test_steps_are_doubled_until_the_effects_add_up(form):
     runs = counted(model)
     found = integrated_gradients(model, PAIRS)
     (steps,) = found.about["steps"]
-    # The run that values come from, and one for each gradient.
+    # There is one run for the target's values, and one run for each gradient.
     assert len(runs) == 1 + steps + 1
     assert max(found.about["gaps"][0]) <= 0.01
     missing = (found.values.sum(0) - (found.target - found.base)).abs()
@@ -386,7 +389,7 @@ def test_steps_are_doubled_until_the_effects_add_up(form):
 
 
 class Cubic(nn.Module):
-    """A sum of weighted cubes of embeddings."""
+    """A model whose output is a weighted sum of the cubes of its embeddings."""
 
     def __init__(self):
         super().__init__()

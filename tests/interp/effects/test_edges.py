@@ -26,14 +26,19 @@ def close(ours, theirs, tolerance=1e-11):
 
 
 def measured(logits, real=REAL):
-    """The metric by hand, at each row's last real position."""
+    """Return the metric by hand: the difference of two logits at the last real token of each
+    text.
+    """
     rows = torch.arange(BATCH)
     last = logits[rows, POS - 1 - real.flip(1).int().argmax(1)]
     return last[rows, RIGHT] - last[rows, WRONG]
 
 
 def by_masks(model, real=REAL, texts=(BASE, TARGET)):
-    """The derivative of a slow masked run at mask 0, [edge, pos, batch]."""
+    """Return the derivative of the metric with respect to the mask of each edge, at mask 0.
+
+    It has the shape [edge, pos, batch]. The run is the slow reference of `tests.streams`.
+    """
     nodes = Graph(model)
     _, source = slow_run(model, texts[1], real=real)
     size = *nodes.allowed.shape, *BASE.shape
@@ -73,7 +78,8 @@ def test_spans_take_values_from_where_they_are_in_the_other_text():
     model, other = made(**FORMS["sandwich"]), torch.cat([TARGET[:, :2], TARGET], 1)
     spans = {"a": [[1, 2], [0, 0], [4, 3]], "b": [[3], [2], [1]]}
     there = {"a": [[3, 4], [5, 2], [6, 5]], "b": [[5], [4], [3]]}
-    # Values come from two columns later. If a column is given twice, the last one counts.
+    # The other text is longer, so its values come from two columns later. If a span has a column
+    # twice, the last value counts.
     pairs = Pairs(BASE, other, ANSWERS, spans=spans, corrupted_spans=there)
     found = edge_attribution(model, pairs, over="span")
     _, source = slow_run(model, other)
@@ -140,7 +146,7 @@ def test_fixed_steps_are_the_trapezoid_rule():
     for n in range(steps + 1):
         at = inputs[0] + n / steps * (inputs[1] - inputs[0])
         with runner.hooks({"blocks.0.resid_pre": lambda value, point, at=at: at}):
-            # The gradients there times the changes from the clean run.
+            # Multiply the gradients at this input by the changes from the clean run.
             part = by_input(model, at, changes)
         total = total + part * (0.5 if n in (0, steps) else 1) / steps
     found = edge_attribution(model, PAIRS, "eap_ig_inputs", steps=steps)
@@ -149,7 +155,9 @@ def test_fixed_steps_are_the_trapezoid_rule():
 
 
 def by_input(model, stream, changes):
-    """Gradients of a masked run from another input, times the changes between two other runs."""
+    """Return scores of edges: gradients of a run that starts from the stream `stream`, multiplied
+    by the changes between two runs.
+    """
     nodes = Graph(model)
     mask = torch.zeros(*nodes.allowed.shape, *BASE.shape, dtype=torch.float64, requires_grad=True)
     input_resid = model.input_resid
@@ -184,14 +192,15 @@ def test_edges_of_a_writer_add_up_to_its_exact_patch(form, tokens, monkeypatch):
 
 
 def outgoing(found, writer):
-    """The sum of a writer's edges."""
+    """Return the sum of the effects of all edges of a writer."""
     rows = [n for n, edge in enumerate(found.labels["edge"]) if edge.startswith(f"{writer}->")]
     return found.values[rows].sum(0)
 
 
 def patched(model, real, nodes, writer):
-    """The logits where all later nodes read what one writer adds in the other run, and compute from
-    it.
+    """Return the logits of a run in which one writer adds its output of the other run.
+
+    All later nodes read this output, and compute their values from it.
     """
     ours, theirs = (
         nodes.contributions(

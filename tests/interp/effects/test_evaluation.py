@@ -1,4 +1,4 @@
-"""Measures of circuits against their definitions written out, run by run."""
+"""Measures of circuits, compared with their definitions in separate runs."""
 
 import numpy as np
 import pytest

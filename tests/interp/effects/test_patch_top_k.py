@@ -15,7 +15,11 @@ from tests.reference import variant
 
 
 def bound(n, sampled, missed):
-    """Return the largest count for which more than 5% of all samples contain as few places."""
+    """Return the upper bound for the number of large places among `n` places, with 95% confidence.
+
+    `sampled` places were drawn, and `missed` of them were large. The bound is the largest number
+    for which more than 5% of all possible samples contain at most `missed` large places.
+    """
     samples = list(itertools.combinations(range(n), sampled))
     chances = [
         sum(sum(one < kind for one in sample) <= missed for sample in samples) / len(samples)

@@ -70,7 +70,7 @@ def test_all_edges_in_either_direction_and_in_little_memory():
 
 
 def two_runs(model, sender, receivers, mlps):
-    """Path patching by hooks: the logits at the end."""
+    """Return the logits of path patching, computed with hooks in two runs."""
     runner = HookedRunner(model)
     _, base = runner.run_with_cache(CLEAN)
     (_, own), (_, other) = slow_run(model, CLEAN), slow_run(model, OTHER)

@@ -28,14 +28,14 @@ ANSWERS = torch.tensor([[5, 6], [7, 8]])
 
 
 def difference(output):
-    """The logit difference of each row at the last position, by hand."""
+    """Return the logit difference of each text at the last position, by hand."""
     logits = getattr(output, "logits", output)
     logits = logits if logits.ndim == 2 else logits[:, -1]
     return logits.gather(1, ANSWERS[:, :1])[:, 0] - logits.gather(1, ANSWERS[:, 1:])[:, 0]
 
 
 def read_by(twin, block, given):
-    """What a block reads, by a raw hook."""
+    """Return the input of a block in a run, recorded by PyTorch's own hook."""
     seen = {}
 
     def keep(module, args, kwargs):
@@ -48,8 +48,9 @@ def read_by(twin, block, given):
 
 
 def with_row(twin, block, value, pos, given):
-    """Return the output of the twin, with the value of another run at one position of every row
-    before a block.
+    """Return the output of a run in which the input of a block is changed at one position.
+
+    It has the value of another run there, in all rows.
     """
 
     def put(module, args, kwargs):
@@ -130,7 +131,7 @@ def test_images_that_stand_in_a_row_go_with_their_texts():
     base = difference(twin(**given | {"pixel_values": torch.cat(others)}))
     block = twin.model.visual.blocks[1]
     value = read_by(twin, block, given)
-    for pos in (3, 20):  # of the first image, of the second
+    for pos in (3, 20):  # a position in the first image, and a position in the second
         new = with_row(twin, block, value[None], pos, given | {"pixel_values": torch.cat(others)})
         wanted = difference(new) - base
         torch.testing.assert_close(effects.values[0, pos], wanted, atol=1e-5, rtol=1e-4)
@@ -190,7 +191,7 @@ def test_parts_with_an_image_add_up(make):
     places = given["input_ids"] == seeing.IMAGE
     assert torch.equal(parts["input"][places], cache["merged"][places])
     assert not parts["input"][~places].any()
-    # DeepStack puts more of the image between blocks.
+    # DeepStack adds more of the image to the stream between blocks.
     deep = [name for name in parts.names if name.startswith("input") and name != "input"]
     assert deep == (["input1", "input2"] if make is seeing.qwen3_vl else [])
     for name in deep:

@@ -1,4 +1,6 @@
-"""The largest effects against a whole table of them, and directions against exact interchanges."""
+"""The largest effects, compared with a table of all effects, and directions, compared with exact
+interchanges.
+"""
 
 import itertools
 

@@ -11,7 +11,9 @@ FIXTURES = ROOT / "tests" / "dictionaries"
 
 
 def changed(folder, tmp_path, config=None, weights=None, drop=()):
-    """A copy of a fixture with other fields or tensors."""
+    """Return a copy of the folder of a fixture, with changed fields of its config or changed
+    tensors.
+    """
     copy = tmp_path / "copy"
     shutil.copytree(FIXTURES / folder, copy)
     for path in (*copy.glob("cfg.json"), *copy.glob("config.json")):

@@ -1,4 +1,4 @@
-"""Scores, cards and controls of dictionaries, compared with sums computed here."""
+"""Scores, cards and controls of dictionaries, compared with sums that are computed here."""
 
 import dataclasses
 import itertools
@@ -41,13 +41,13 @@ def model():
     made = Transformer(config).double().eval()
     for parameter in made.parameters():
         parameter.data.normal_(std=0.4)
-    made.unembedding.weight.data *= 20  # so that it is sure of its own words
+    made.unembedding.weight.data *= 20  # the model then predicts its own texts with certainty
     return made
 
 
 @pytest.fixture(scope="module")
 def texts(model):
-    """Text of the model itself, so the loss is large without its values."""
+    """Texts that the model generated. Their loss is small, and large if values are removed."""
     return [
         generate(model, torch.tensor([[n, 10 - n]]), max_new_tokens=2 + n % 5, temperature=0.0)[0]
         for n in range(11)
@@ -55,7 +55,9 @@ def texts(model):
 
 
 def exact(size=D):
-    """A dictionary that gives back what it reads: each direction and its opposite is a feature."""
+    """Return a dictionary that reconstructs everything: each direction and its opposite is a
+    feature.
+    """
     both = torch.cat([torch.eye(size), -torch.eye(size)]).double()
     zero = torch.zeros(2 * size, dtype=torch.float64)
     return Dictionary(both.T, both, zero, zero[:size], nn.ReLU())
@@ -94,7 +96,9 @@ def test_identity_recovers_all_and_zero_nothing(model, texts):
 
 
 def test_features_are_dead_only_on_many_tokens():
-    """With a density of 3 in a million, a feature is not seen in one of twenty runs at most."""
+    """On a million tokens, a feature that is active at 3 in a million tokens is missed with a
+    probability of at most one in twenty.
+    """
     density = torch.tensor([0, 2e-6, 0, 0.5, 0.25])
     for n_tokens, dead in ((1_000_000, 0.4), (3_000_001, 0.4), (999_999, None), (44, None)):
         point = PointScores(0.5, 0.75, density, n_tokens)
@@ -136,7 +140,7 @@ def test_scores_are_those_of_each_text_alone(model, texts):
         put = {PLACE: lambda x, point: mean.expand_as(x).clone()}
         loss.append(next_token_loss(runner.run_with_hooks(tokens, hooks=put), tokens).mean())
     losses = torch.tensor(losses).T
-    # Means over positions are kept in float32 here.
+    # The losses are means over positions in float32.
     assert_close(scores.losses, losses.double(), atol=1e-6, rtol=1e-6)
     assert_close(scores.kl, torch.stack(divergences))
     features, value = torch.cat(active), torch.cat(values)
@@ -172,7 +176,8 @@ def test_copies_of_a_text_count_once_in_the_scores(model, texts, batch):
         assert_close(found.mean(), expected.mean())
         for end, same in zip(found.interval(), expected.interval(), strict=True):
             assert_close(end, same, rtol=1e-6, atol=1e-9)
-    # A gap with a mean above two standard errors of 44 texts, but not of 11.
+    # The mean of this gap is above two standard errors if there are 44 texts, but not if the 44
+    # texts are copies of 11.
     gap = torch.tensor([0.0] * 8 + [1.0] * 3).double()
     of_texts = torch.stack([0 * gap, 0.5 * gap, gap, gap])
     scores = dataclasses.replace(often, losses=of_texts.repeat(1, 4))
@@ -275,7 +280,8 @@ def test_numbers_that_are_not_known_are_null_in_the_files_of_cards(tmp_path):
     assert data["activation_frequency"] is data["act_max"] is None
     assert data["examples_quantiles"][0]["examples"][0]["tokens_acts_list"] == [1.5, None]
     (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "7.json").write_text(text.replace("null", "NaN"))  # as before
+    # Older versions wrote NaN into the file.
+    (tmp_path / "old" / "7.json").write_text(text.replace("null", "NaN"))
     for folder in ("out", "old"):
         (card,) = FeatureCards.load(tmp_path / folder)
         assert math.isnan(card.density)
@@ -285,7 +291,9 @@ def test_numbers_that_are_not_known_are_null_in_the_files_of_cards(tmp_path):
 
 
 def test_scores_of_some_positions(model, texts):
-    """Values at the first position stay, and do not count; a text of one token has no loss."""
+    """Values at the first position are not replaced and do not count. A text of one token is left
+    out, because it has no loss.
+    """
     d = random()
     with pytest.warns(UserWarning, match="1 of 12 texts are left out"):
         scores = evaluate_sae(model, {PLACE: d}, [[3], *texts], pos=slice(1, None), batch=4)
@@ -370,7 +378,8 @@ def test_purity_counts_copies_of_a_text_once(model, batch):
     assert_close(
         shares, purity(model, [TEXTS[2], *TEXTS[:2], TEXTS[3]], neurons, k=3), equal_nan=True
     )
-    # Two tokens of one text are not twenty.
+    # Twenty copies of a text of two tokens count as one text, so there are fewer than three
+    # positions.
     assert purity(model, [[3, 1]] * 20, neurons, k=3, batch=batch).isnan().all()
 
 
@@ -441,7 +450,9 @@ def test_stability_is_the_best_cosine():
     ("name", "prose", "copied"), [("resid_post", 0.96, 0.93), ("transcoders", 0.9, 0.9)]
 )
 def test_the_bundled_dictionaries_keep_what_the_model_knows(name, prose, copied):
-    """On the last tenth of the text, which was held out, and on repeated random characters."""
+    """The texts are the last tenth of the documentation, which was not used in the training, and
+    repeated random characters.
+    """
     from pydoc_data.topics import topics
 
     load = load_transcoders if name == "transcoders" else load_sae

@@ -77,8 +77,9 @@ def test_the_points_that_circuit_tracer_adds_have_our_names(tmp_path):
 
 
 def yaml_changed(name, tmp_path, text, k=None):
-    """A copy of circuit-tracer's fixture with another `config.yaml`, and a `k` in the first file if
-    one is given.
+    """Return a copy of a fixture of circuit-tracer with another `config.yaml`.
+
+    If `k` is given, the first file of weights contains it.
     """
     pytest.importorskip("yaml", reason="config.yaml needs PyYAML")
     folder = shutil.copytree(FIXTURES / name, tmp_path / "own")
@@ -90,7 +91,7 @@ def yaml_changed(name, tmp_path, text, k=None):
 
 
 def top_k(folder, x, k):
-    """Features and output of a top-k transcoder by circuit-tracer's formula, in float64."""
+    """Return features and output of a top-k transcoder by circuit-tracer's formula, in float64."""
     weights = {n: t.double().numpy() for n, t in load_file(folder / "layer_0.safetensors").items()}
     pre = x.double().numpy() @ weights["W_enc"].T + weights["b_enc"]
     features = np.where(pre >= np.sort(pre, axis=1)[:, [-k]], pre, 0.0)
@@ -154,7 +155,7 @@ def test_a_config_of_circuit_tracer_is_honoured_or_refused(refused, tmp_path):
 
 @pytest.mark.parametrize("siblings", ["beside", "alone"])
 def test_a_file_of_one_layer_is_this_layer(tmp_path, siblings):
-    """In a folder of several layers. Layer 10 has two digits."""
+    """The file may be alone or in a folder of several layers. Layer 10 tests two digits."""
     pytest.importorskip("yaml", reason="config.yaml needs PyYAML")
     folder = shutil.copytree(FIXTURES / "circuit_tracer", tmp_path / "own")
     shutil.copy(folder / "layer_0.safetensors", folder / "layer_10.safetensors")
@@ -255,7 +256,8 @@ def test_the_bundled_ones():
 
 
 SHA, CACHE = "c1f6c4e0", "models--google--gemma-scope-2b-pt"
-SPELLINGS = {  # the path of a folder or file, and whether it is for embeddings or a transcoder
+# For each place: the path, True if the dictionary reads embeddings, and True if it is a transcoder.
+SPELLINGS = {
     "a repository": ("gemma-scope-2b-pt-res/embedding/width_4k/average_l0_6", True, False),
     "embeddings in a cache": (
         f"{CACHE}-res/snapshots/{SHA}/embedding/width_4k/average_l0_6",
@@ -276,7 +278,7 @@ SPELLINGS = {  # the path of a folder or file, and whether it is for embeddings 
 
 
 def formula_of_gemma_scope(x, root):
-    """Features and output in float64, for weights that read what is scaled by 1 / root."""
+    """Return features and output in float64, for weights that read x / root."""
     with np.load(FIXTURES / "gemma_scope" / "params.npz") as arrays:
         W = {name: arrays[name].astype(np.float64) for name in arrays}
     pre = x.double().numpy() / root @ W["W_enc"] + W["b_enc"]
@@ -290,7 +292,8 @@ def test_gemma_scope_is_known_by_its_path(kind, spelling, tmp_path, monkeypatch)
     path, scaled, transcodes = SPELLINGS[kind]
     folder = shutil.copytree(FIXTURES / "gemma_scope", tmp_path / path)
     file = folder / "params.npz"
-    if "snapshots" in path:  # where files are links to what has no name
+    # In the cache of the hub, files are links to files whose names say nothing.
+    if "snapshots" in path:
         blob = folder.parents[len(Path(path).parts) - 2] / "blobs" / "0a1b"
         blob.parent.mkdir()
         file.rename(blob)
@@ -346,14 +349,15 @@ def test_a_path_that_says_nothing_asks(tmp_path):
     x = expected(folder)["x"]
     scaled = load_sae(folder, scale_embeddings=True)
     assert_close(scaled.encode(x).double(), formula_of_gemma_scope(x, 6**0.5)[0], **CLOSE)
-    for asked in (None, True):  # what it reads is asked for, or needs the gain
+    # Without `transcodes=`, it is unknown what the dictionary reads. A transcoder also needs the
+    # gain of the norm.
+    for asked in (None, True):
         made = load_sae(folder, scale_embeddings=False, transcodes=asked)
         with pytest.raises(UnknownNameError, match="transcodes=" if asked is None else "gain"):
             splice(model, {"blocks.1.mlp_out": made}).__enter__()
     made = load_sae(folder, scale_embeddings=False, transcodes=False)
-    with pytest.raises(
-        ValueError, match="must read vectors of size 128"
-    ):  # its place is no question
+    # The place of an autoencoder is known, so the error is about its size.
+    with pytest.raises(ValueError, match="must read vectors of size 128"):
         splice(model, {"blocks.1.mlp_out": made}).__enter__()
 
 
@@ -368,7 +372,7 @@ def test_a_transcoder_of_sparsify_is_known_by_its_skip_connection(tmp_path):
     output = features @ W["W_dec"] + W["b_dec"] + x @ W["W_skip"].T
     assert_close(made.encode(expected(folder)["x"]).double(), torch.from_numpy(features), **CLOSE)
     assert_close(made(expected(folder)["x"]).double(), torch.from_numpy(output), **CLOSE)
-    # Without an informative path, only the caller knows the place.
+    # The path and the config do not say that it is a transcoder, so the caller must.
     plain = changed("sparsify_topk/layers.1.mlp", tmp_path, drop=["transcode"])
     assert not load_sae(plain).is_transcoder
     told = load_sae(plain, transcodes=True)
@@ -376,7 +380,7 @@ def test_a_transcoder_of_sparsify_is_known_by_its_skip_connection(tmp_path):
     with pytest.raises(ValueError, match="transcodes must be"):
         load_sae(FIXTURES / "sparsify_topk" / "layers.1.mlp", transcodes=True)
     with pytest.raises(ValueError, match="must read vectors of size 128"):
-        splice(model, made).__enter__()  # at the point that the name means here
+        splice(model, made).__enter__()  # the point is found, so the error is about the size
 
 
 def test_a_module_of_sparsify_is_the_folder_s_name(monkeypatch):
@@ -408,8 +412,9 @@ def test_top_k_of_dictionary_learning_before_its_k_was_a_buffer(tmp_path):
 
 @pytest.mark.parametrize("name", ["batchtopk", "jumprelu", "matryoshka"])
 def test_sae_lens_with_flat_fields_beside_metadata(name, tmp_path):
-    """As version 6 wrote trainings before `training_architecture_details`, and with the model's
-    fields in both forms.
+    """Early files of SAELens 6 have the fields of the training next to `metadata`.
+
+    The fields of the model may be in both places.
     """
     folder = f"sae_lens_raw_{name}"
     flat = {
@@ -435,11 +440,12 @@ def test_a_transcoder_is_one_by_its_architecture(tmp_path):
     made = load_sae(changed("sae_lens_transcoder_layer_norm", tmp_path, square, weights))
     assert made.is_transcoder
     x = torch.arange(6.0)[None] ** 2
-    assert_close(made(x), made.encode(x) @ torch.ones(11, 6))  # no norm is undone
+    # The output of a transcoder is not multiplied by the scale of its input.
+    assert_close(made(x), made.encode(x) @ torch.ones(11, 6))
 
 
 def test_weights_of_another_size_are_refused():
-    """Run in a separate process, in which nothing else checks shapes."""
+    """The code runs in a separate process, without the shape checks of the tests."""
     code = """
 import torch
 from interp.features import Dictionary, JumpReLU
@@ -588,8 +594,9 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 3\n"
 
 
 def refused_or_read(folder, name):
-    """Whether a folder is read; if not, one error of ours must name the file and not
-    speak Python.
+    """Return True if a folder can be loaded.
+
+    Otherwise, check that the error is one of this package, and that it names the file.
     """
     options = {"scale_embeddings": False} if name == "gemma_scope" else {}
     load = load_transcoders if name.startswith(("circuit_tracer", "cross_layer")) else load_sae
@@ -614,9 +621,7 @@ def fields_of(config, above=()):
 
 
 def with_field(config, path, value):
-    """A copy of a config with another value of a field; without the field where the
-    value is `...`.
-    """
+    """Return a copy of a config with another value of a field. With `...`, the field is removed."""
     config = json.loads(json.dumps(config))
     owner = config
     for name in path[:-1]:

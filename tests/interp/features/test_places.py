@@ -26,7 +26,7 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])
 
 
 def made(name):
-    """A tiny random model, whose norms have gains and whose maps have biases of any size."""
+    """Return a tiny random model in which gains of norms and biases are random too."""
     torch.manual_seed(3)
     model = attachable.made(name).double().eval()
     for parameter in model.parameters():
@@ -36,8 +36,8 @@ def made(name):
 
 @pytest.fixture(scope="module")
 def models():
-    """Return a model of each family: the original, an attached copy, and a plain copy if the family
-    is supported.
+    """A function that returns three models of a family: the original, an attached copy, and a plain
+    copy. The plain copy is None if `from_hf` does not support the family.
     """
     kept = {}
 
@@ -57,9 +57,9 @@ def models():
 
 
 def seen(model, name):
-    """Return the input or output of a module of `transformers`, by its name in these tests:
+    """Return the input or the output of a module, in a run of a model of `transformers`.
 
-    `layers.1.mlp.input`.
+    The name ends with `input` or `output`, for example `layers.1.mlp.input`.
     """
     path, end = name.rsplit(".", 1)
     (module,) = [m for n, m in model.named_modules() if n == path or n.endswith(f".{path}")]
@@ -86,8 +86,8 @@ def dictionary(size, **about):
     return Dictionary(*weights, *biases, JumpReLU(torch.zeros(5).double()), **about)
 
 
-# For each family: the name in a file, the module with its input or output, and our point, or None
-# without a point.
+# For each family: the name of a place in a file, the module with its input or output, and the name of
+# our point. It is None if there is no such point.
 PLACES = json.loads(Path(__file__).with_name("places.json").read_text())
 
 
@@ -105,7 +105,7 @@ def test_a_name_is_the_point_with_its_value(family, models):
                 continue
             with splice(model, sae) as runner:
                 cache = runner.capture(TOKENS, names=[f"{point}.features", point])
-            # Norms of attached models are in float32, like the norms of transformers.
+            # In models of transformers, norms compute in float32, also if the model is in float64.
             close = {"atol": 1e-5, "rtol": 1e-5}
             assert_close(cache[point].flatten(2), value, **close)
             assert_close(cache[f"{point}.features"], sae.encode(value), **close)
@@ -167,7 +167,7 @@ def test_a_place_that_is_given():
 
 
 def warned(run):
-    """The warnings of a call."""
+    """Return the warnings of a call as texts."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run()
@@ -229,7 +229,9 @@ def test_a_dictionary_at_its_own_place_is_none(name):
 
 
 def test_points_of_one_value_are_one_place():
-    """Without encodings of positions the embeddings enter the first block."""
+    """If a model adds no encodings of positions, `embed` and `blocks.0.resid_pre` are the same value,
+    so a dictionary of one may be used at the other without a warning.
+    """
     config = dict(vocab_size=11, n_ctx=9, n_layers=2, n_heads=3, d_model=12)
     sae = dictionary(12, reads="embed", writes="embed")
     for positions, count in (("rotary", 0), ("learned", 1)):
@@ -249,7 +251,8 @@ def test_a_transcoder_reads_and_writes_its_own_places():
         partial(spliced, model, {"blocks.2.mlp_out": coder}, reads="ln2.normalized")
     )
     assert f"{writes} and {reads} and is used at blocks.2.mlp_out and blocks.2.ln2" in message
-    part = dictionary(128, reads="ln2.normalized", writes="mlp_out")  # of a cross-layer transcoder
+    # The parts of a cross-layer transcoder name no layer.
+    part = dictionary(128, reads="ln2.normalized", writes="mlp_out")
     assert not warned(partial(spliced, model, {"blocks.3.mlp_out": part}))
 
 
@@ -292,7 +295,9 @@ def test_what_a_norm_gives_before_its_gain(learned):
 
 
 def test_a_dictionary_of_gemma_scope_2_in_its_model(models):
-    """A published transcoder finds its block by itself. Only its size differs from this model."""
+    """`splice` finds the block of a published transcoder from its config. Only its size does not fit
+    this small model.
+    """
     _, attached, _ = models("gemma3_text")
     made = load_sae(FIXTURES / "gemma_scope_2")
     assert (made.reads, made.writes) == ("blocks.1.ln2.normalized", "blocks.1.mlp_out")

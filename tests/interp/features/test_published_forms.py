@@ -1,4 +1,6 @@
-"""Dictionaries in the form of their publishers, compared with the published formulas in numpy."""
+"""Dictionaries in the formats of their publishers, compared with the published formulas in
+numpy.
+"""
 
 import json
 import pickle
@@ -30,7 +32,7 @@ def array(tensor):
 
 
 def agrees(made, features, output, x=X, atol=1e-5):
-    """Whether features and outputs are those of a formula, in float32."""
+    """Check that features and outputs of a dictionary equal the given arrays, up to float32."""
     given = torch.from_numpy(x).float()
     np.testing.assert_allclose(array(made.encode(given)), features, rtol=1e-5, atol=atol)
     np.testing.assert_allclose(array(made(given)), output, rtol=1e-5, atol=atol)
@@ -38,7 +40,7 @@ def agrees(made, features, output, x=X, atol=1e-5):
     assert 0 < (features != 0).mean() < 1
 
 
-# Llama Scope. The fields are those of a published hyperparams.json.
+# Llama Scope, with the fields of a published hyperparams.json.
 HYPERPARAMS = {
     "device": "cuda:0",
     "seed": 42,
@@ -124,8 +126,8 @@ def llama_scope_r1(folder, norms=(0.5, 0.5), more=None, **fields):
 
 
 def by_their_steps(weights, norm_in, norm_out, is_active):
-    """Features in the unit of what is read, and outputs: x is scaled, encoded, decoded, and scaled
-    back.
+    """Return features and outputs, computed step by step: x is scaled, encoded, decoded and scaled
+    back. The features have the unit of x.
     """
     W, b, D, c = (
         array(weights[f"{coder}.{part}"])
@@ -150,7 +152,7 @@ def test_llama_scope(norms, by_length, tmp_path):
     made = load_sae(tmp_path / "a")
 
     def is_active(normed, s_in, s_out, length):
-        # The threshold was computed on folded weights, whose rows have length 1.
+        # The threshold belongs to weights whose decoder rows have length 1.
         return normed / s_in * (length * s_in / s_out if by_length else 1) > 0.75390625
 
     agrees(made, *by_their_steps(weights, *norms, is_active))
@@ -159,8 +161,8 @@ def test_llama_scope(norms, by_length, tmp_path):
 
 
 def test_places_of_llama_scope(tmp_path):
-    """TransformerLens' `hook_normalized` is before the gain of Llama's norm, so it is no point of
-    ours.
+    """In TransformerLens, `hook_normalized` is the output of the norm before the gain. This package
+    has no point for this value.
     """
     points = {
         "hook_point_in": "blocks.3.ln2.hook_normalized",
@@ -342,8 +344,8 @@ def test_qwen_scope(tmp_path):
 # Kissane et al.
 @pytest.mark.parametrize("has_config", [True, False])
 def test_z_of_kissane_et_al(has_config, tmp_path):
-    """Their files have Qwen Scope's names, but `W_enc` is [d_in feature], and the bias of the
-    decoder is subtracted first.
+    """The files of Kissane et al. have the same names of tensors as Qwen Scope. But `W_enc` has the
+    shape [d_in feature], and the bias of the decoder is subtracted from the input.
     """
     path = tmp_path / "gpt2-small_L5_Hcat_z_lr1.20e-03_l11.80e+00.pt"
     weights = {"W_enc": drawn(D_IN, FEATURES), "W_dec": drawn(FEATURES, D_IN, seed=1)}
@@ -385,7 +387,7 @@ def test_goodfire(tmp_path):
 
 
 class Config:
-    """Return the metadata of old SAELens files."""
+    """A class like the one that old files of SAELens contain as their config."""
 
 
 def test_other_files_of_torch_are_refused(tmp_path):
@@ -456,7 +458,7 @@ def test_a_folder_without_a_known_form_says_how_to_build_one(tmp_path):
     assert "torch.nn.ReLU()" in str(caught.value)
 
 
-# Across layers.
+# Cross-layer transcoders.
 def across(folder, skip, change=None):
     folder.mkdir(parents=True)
     layers = []
@@ -565,7 +567,7 @@ def test_cross_layer_transcoders_of_circuit_tracer_may_skip(tmp_path):
         )
 
 
-# What holds for all forms.
+# Tests of all forms.
 def test_half_precision_is_read_into_float32_unless_asked_otherwise(tmp_path):
     path = tmp_path / "layer1.sae.pt"
     w = qwen_scope(path, torch.bfloat16)
@@ -652,7 +654,8 @@ def test_a_loaded_one_is_spliced_where_it_says(tmp_path):
     assert (cache["blocks.2.resid_post.features"] != 0).sum(-1).eq(3).all()
 
 
-# The hub without a network: files in the form of its cache, with links from snapshots to blobs.
+# The hub without a network. The files are in folders like the cache of the hub: the files in
+# `snapshots` are links to `blobs`.
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     library = pytest.importorskip("huggingface_hub")

@@ -1,6 +1,4 @@
-"""Dictionaries behind points of a model: what they pass on, and every kind of run inside the
-`with`.
-"""
+"""Dictionaries that are spliced into a model: their outputs and gradients, in every kind of run."""
 
 import copy
 import threading
@@ -31,7 +29,7 @@ TEXT = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8]]
 
 
 def dictionary(d_in=D, d_out=D, n=FEATURES, seed=0, activation=None, skip=False, **about):
-    """Random weights and biases, in float64."""
+    """Return a dictionary with random weights and biases in float64."""
     draw = torch.Generator().manual_seed(seed)
 
     def random(*shape):
@@ -64,7 +62,7 @@ def pairs():
 
 
 def by_hand(model, name, change):
-    """Logits with `change(value)` in place of a point's value, by PyTorch's own hook."""
+    """Return the logits of a run in which PyTorch's own hook changes the output of a module."""
     handle = model.get_submodule(name).register_forward_hook(lambda m, args, out: change(out))
     try:
         return model(TOKENS)
@@ -178,14 +176,16 @@ def test_gradients(model, error):
         logits[:, -1, 3].sum().backward()
     read, features, output = (cache.grads[name] for name in names)
     assert_close(features, output @ d.W_dec.T)
-    if error == "live":  # the gradient of the real MLP reaches its input
+    # With the live error, the gradient at the input is the gradient of the real MLP.
+    if error == "live":
         mlp, x = model.blocks[1].mlp, cache[names[0]].detach().requires_grad_()
         (expected,) = torch.autograd.grad(mlp(x), x, output)
     else:
         active = cache[names[1]] != 0
         expected = (features * active) @ d.W_enc.T + output @ d.W_skip.T
     assert_close(read, expected)
-    with splice(model, d, error=error) as runner:  # with no hook at the features
+    # Without a hook at the features, the gradient is the same.
+    with splice(model, d, error=error) as runner:
         logits, cache = runner.run_with_cache(TOKENS, names=names[:1], grads=True)
         logits[:, -1, 3].sum().backward()
     assert_close(cache.grads[names[0]], expected)
@@ -200,7 +200,8 @@ def test_sweeps_share_forward_passes_and_equal_single_runs(model, pairs, monkeyp
     ] + [{"blocks.2.mlp_out": edits.zero(pos=-1)}]
     with splice(model, {"blocks.1.resid_post": dictionary()}, error=None):
         alone = separately(model, pairs, jobs)
-        monkeypatch.setattr(sweeping, "WholeRuns", None)  # they would be whole forward passes
+        # The sweep must resume in the middle, and not run whole forward passes.
+        monkeypatch.setattr(sweeping, "WholeRuns", None)
         assert_close(sweep(model, pairs, jobs).values, alone)
     assert alone.abs().max() > 1e-3
 
@@ -270,7 +271,7 @@ def test_generation_padding_and_threads(model):
         features = runner.capture(padded, names="*.features", attention_mask=mask)["features", 1]
         alone = runner.capture(torch.tensor([TEXT[1]]), names="*.features")["features", 1]
         assert_close(features[1:, 2:], alone)
-        # A part belongs to the model, so it acts in all threads.
+        # A spliced dictionary is a part of the model, so it also acts in other threads.
         made = []
         thread = threading.Thread(target=lambda: made.append(model(TOKENS)))
         with splice(model, {"blocks.0.mlp_out": dictionary(seed=2)}, error=None):
@@ -285,7 +286,9 @@ def test_generation_padding_and_threads(model):
 def test_listening_and_editing_leave_real_tokens_as_they_are_beside_values_of_zero(
     model, norm, place
 ):
-    """Attention returns 0 at padding. No norm changes the length of a zero vector."""
+    """At padding, attention returns 0. A dictionary that divides by the norm of its input must not
+    give NaN there.
+    """
     name = f"blocks.1.{place}"
     made = dictionary(norm=norm)
     batch = model.to_tokens(TEXT, side="left")

@@ -1,6 +1,4 @@
-"""Transcoders of several layers: the set is a module and a mapping, and both forms have the same
-methods.
-"""
+"""Sets of transcoders of several layers: a set is a module and a mapping."""
 
 import copy
 import re
@@ -31,7 +29,7 @@ D_IN, D_OUT, FEATURES, ROWS = 5, 7, 11, 3
 
 
 def transcoder(layer, seed, reads="ln2.normalized", skip=True):
-    """A ReLU transcoder of one layer, and its weights as arrays."""
+    """Return a ReLU transcoder of one layer, and its weights as arrays."""
     draw = np.random.default_rng(seed)
     sizes = {
         "W_enc": (D_IN, FEATURES),
@@ -73,7 +71,8 @@ def test_a_set_is_a_mapping_and_a_module():
     assert dict(made) == {"blocks.0.mlp_out": first, "blocks.1.mlp_out": second}
     assert (len(made), made.get("blocks.7.mlp_out"), "blocks.0.mlp_out" in made) == (2, None, True)
     assert (made.reads, made.writes) == ("ln2.normalized", "mlp_out")
-    # A module can be a key, and is equal to itself only, although a mapping compares contents.
+    # Transcoders are a mapping and a module. Unlike other mappings, they equal only themselves, so
+    # they can be the key of a dict.
     assert made != copy.copy(made)
     assert {made: 3}[made] == 3
     assert made.to(torch.float32) is made

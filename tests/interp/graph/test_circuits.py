@@ -1,5 +1,6 @@
-"""Circuits as sets, from scores and in files, compared with paths found one by one and tables by
-hand.
+"""Circuits: operations of sets, circuits from scores, and files.
+
+They are compared with paths that are followed one by one, and with tables by hand.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ WIDER = Graph(variant("grouped", d_mlp=11))
 
 
 def feeds(writer, reader):
-    """Whether a head or MLP computes from a reader, by their names."""
+    """Return True if a head or an MLP computes its output from a reader. Both are names."""
     if "." not in writer or reader == "logits":
         return writer == reader
     layer, head = writer.split(".h")
@@ -40,7 +41,7 @@ def feeds(writer, reader):
 
 
 def connected(edges):
-    """The edges on a path from the input to the logits, path by path."""
+    """Return the edges that are on a path from the input to the logits, by following each path."""
 
     def paths(reader):
         for edge in edges:
@@ -125,7 +126,9 @@ def test_without_a_node_no_edge_leads_to_it_or_from_it():
     circuit = ~Circuit(GRAPH, [])
     left = circuit.without("a0.h4")
     gone = {edge for edge in EDGES if edge.startswith("a0.h4->") or edge.endswith("->a0.h4<q>")}
-    assert {*circuit} - {*left} == gone  # other heads use its key head
+    assert {*circuit} - {
+        *left
+    } == gone  # its key and value readers stay, because other heads use them
     assert "a0.h4" not in left.nodes
     assert {*(circuit - circuit.without("m1"))} == {e for e in EDGES if "m1" in e}
 
@@ -157,7 +160,7 @@ def test_the_format_of_mib(tmp_path):
     circuit, nodes, neurons = read_mib(tmp_path / "mib.json", graph)
     assert nodes is neurons is None
     assert circuit.scores[graph.index("input->a0.h1<q>")] == -1.5
-    # Query heads 0 and 1 share the first key head, 2 and 3 the second.
+    # The heads 0 and 1 share the first key head, and the heads 2 and 3 share the second.
     assert circuit.scores[graph.index("input->a0.h0<v>")] == -(8.5 + 9.5)
     assert circuit.scores[graph.index("input->a0.h1<v>")] == -(10.5 + 11.5)
     assert "input->a0.h0<v>" in circuit
@@ -189,8 +192,9 @@ def test_the_format_of_mib(tmp_path):
 
 @pytest.mark.parametrize("name", ["pre", "parallel"])
 def test_the_tables_of_mib(name, tmp_path):
-    """`.pt` files: a row for each writer, a column for each reader, in the order that MIB
-    documents.
+    """A `.pt` file of MIB has a table with a row for each writer and a column for each reader.
+
+    They have the order that MIB documents.
     """
     model = variant(name, n_layers=2, n_heads=3, n_kv_heads=3, d_head=4)
     graph, path = Graph(model), tmp_path / "mib.pt"
@@ -247,7 +251,10 @@ def test_the_tables_of_mib(name, tmp_path):
 
 
 def test_scores_that_are_not_known_are_left_out_of_mibs_json(tmp_path):
-    """MIB reads a missing score as NaN, which is a node that was not scored; it writes NaN."""
+    """A node without a score has no number in the file. MIB reads it as NaN.
+
+    MIB itself writes NaN, which is not JSON.
+    """
     model, path = variant("pre", n_layers=2, n_heads=3, n_kv_heads=3, d_head=4), tmp_path / "x.json"
     circuit = Circuit(Graph(model), Graph(model).edges[::3])
     nodes, neurons = torch.arange(9).float(), torch.randn(9, model.config.d_model)
@@ -327,7 +334,8 @@ def test_the_drawing_has_each_node_and_edge():
     heights = {node: y for y, row in enumerate(rows) for node in row}
     assert min(heights.values()) == heights[circuit.nodes[0]] < heights["logits"] == len(rows) - 1
     assert all(heights["m0"] > heights[node] for node in circuit.nodes if node.startswith("a0"))
-    # The edges of a key head end at each head of the circuit that uses it.
+    # In the picture, an edge to a key head ends at each head of the circuit that uses this key
+    # head.
     expected = [
         (edge.split("->")[0], node, circuit.scores[GRAPH.index(edge)].item())
         for edge in circuit

@@ -1,4 +1,6 @@
-"""The graph of a model: its nodes and edges, and what each writer adds to the stream."""
+"""The graph of a model: its nodes, its edges, and the vectors that each writer adds to the
+stream.
+"""
 
 import pytest
 import torch
@@ -30,8 +32,8 @@ def test_what_is_written_adds_up_to_the_stream(form, split_embeddings):
 def test_a_graph_prints_what_it_is():
     config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4)
     nodes = graph.Graph(Transformer(config).eval())
-    # The input, two heads and the MLP write; three readers of each head, the MLP and the logits
-    # read.
+    # The writers are the input, two heads and the MLP. The readers are three for each head, the MLP
+    # and the logits.
     sizes = f"4 writers, 8 readers, {6 + 3 + 4} edges"
     assert repr(nodes) == f"Graph of a Transformer: 1 layers, {sizes}"
 
@@ -71,7 +73,9 @@ def test_embeddings_apart_are_divided_by_the_scale_of_their_norm():
 
 
 def test_what_is_written_follows_the_gain_of_its_norm():
-    """By a finite difference: circuits can be trained."""
+    """The derivative by the gain of the norm equals a finite difference, so weights can be trained
+    through a circuit.
+    """
     model = made(norm_place="sandwich")
     nodes, gain = graph.Graph(model), model.blocks[1].ln1_post.weight
     with torch.no_grad():

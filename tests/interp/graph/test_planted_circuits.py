@@ -1,6 +1,4 @@
-"""Circuits whose edges are known, because their weights are written by hand: found, and
-measured.
-"""
+"""Circuits whose edges are known, because the weights of the model are written by hand."""
 
 import pytest
 import torch

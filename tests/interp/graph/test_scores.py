@@ -1,5 +1,6 @@
-"""Queries and keys as linear readings, and changes of patterns, compared with points of the model
-and finite differences.
+"""Queries and keys as linear functions of the stream, and changes of patterns.
+
+They are compared with points of the model and with finite differences.
 """
 
 import pytest
@@ -45,7 +46,10 @@ def test_readings_and_constants_are_the_queries_and_keys(form):
 
 @pytest.mark.parametrize("form", ["norm of each head", "norm of all heads"])
 def test_the_map_is_the_norm_with_its_scale_held_and_then_the_rotation(form):
-    """Written out: gain / scale, then the model's own rotation, which is linear."""
+    """The map from a projection to a query multiplies by gain / scale, and then rotates.
+
+    The reference is the rotation of the model, which is linear.
+    """
     model = model_of(form)
     scores, attention, _, stream = scores_of(model)
     attn, drawn = attention.sublayer, torch.randn(2, 5, 6, 4).double()
@@ -64,7 +68,8 @@ def test_what_moves_a_pattern_is_its_derivative(form):
     torch.manual_seed(1)
     worth = torch.randn(3, *scores.pattern.shape).double()
     at_scores, of_q, of_k = scores.moved_by(worth)
-    # Both sides of a score add up to it, times its gradient.
+    # A score is linear in the query and in the key. So the parts of either side add up to the
+    # score, multiplied by its gradient.
     whole = torch.einsum("tbhij,bhij->t", at_scores, cache["scores", 1])
     for gradient, name in ((of_q, "q"), (of_k, "k")):
         torch.testing.assert_close(torch.einsum("tbphe,bphe->t", gradient, cache[name, 1]), whole)
@@ -72,7 +77,7 @@ def test_what_moves_a_pattern_is_its_derivative(form):
         mean = (cache["pattern", 1] * worth).sum(-1, keepdim=True)
         torch.testing.assert_close(at_scores, cache["pattern", 1] * (worth - mean))
         torch.testing.assert_close(at_scores.sum(-1), torch.zeros_like(at_scores[..., 0]))
-    # The softmax of moved scores, by finite differences.
+    # The change of the softmax if scores move, by finite differences.
     drawn, step = torch.randn_like(scores.scores), 1e-5
     hidden = cache["pattern", 1] == 0
     patterns = []
@@ -90,13 +95,13 @@ def test_what_moves_a_pattern_is_its_derivative(form):
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("kind", [*KINDS, *KNOWN])
 def test_of_attached_models_across_what_their_norms_divide_by(kind, monkeypatch):
-    """A change of projections along which no scale changes moves queries by the map: finite
-    differences of the model's own code.
+    """A change of the projections that does not change the scale of the norm moves queries and keys
+    by the map. The reference is a finite difference of the model's own code.
     """
     if kind in FOREIGN:
         monkeypatch.setattr("models.attached.attached.FAMILIES", {})
     model, text = made(kind), TEXT[:1]
-    step, share = 1e-2, 3e-3  # many norms compute in single precision always
+    step, share = 1e-2, 3e-3  # large, because many norms always compute in float32
     attach(model)
     scores, attention, cache, stream = scores_of(model, text)
     attn, context = attention.sublayer, Graph(model).model.context(text)
@@ -124,6 +129,7 @@ def test_of_attached_models_across_what_their_norms_divide_by(kind, monkeypatch)
         mapped = torch.einsum("bphei,bphi->bphe", side.map, drawn)
         tolerance = share * float(mapped.abs().max())
         torch.testing.assert_close(mapped, change, rtol=10 * share, atol=tolerance)
-        # The scale of a norm over all heads belongs to the rest, and so does its bias.
+        # The query is the map of the projection plus a rest, which contains the bias of the norm
+        # and the parts that the map cannot express.
         whole = torch.einsum("bphei,bphi->bphe", side.map, x) + side.rest
         torch.testing.assert_close(whole, side.value)

@@ -1,4 +1,4 @@
-"""Copies of texts: which examples are the same, and that splits and tables keep them together."""
+"""Copies of texts: they are recognised, and splits and intervals keep them together."""
 
 import math
 
@@ -35,7 +35,10 @@ NUMBERS = (0, 1, 2, 1, 3, 0)
 
 
 def batch_of(texts, sides, width=7, filler=8):
-    """Tokens of some texts with padding on a side of each, and their mask."""
+    """Return the tokens of a batch of texts and their mask.
+
+    Each text has its own side of padding.
+    """
     tokens = torch.full((len(texts), width), filler)
     mask = torch.zeros(tokens.shape, dtype=torch.bool)
     for row, (text, side) in enumerate(zip(texts, sides, strict=True)):
@@ -48,7 +51,7 @@ def batch_of(texts, sides, width=7, filler=8):
 @pytest.mark.parametrize("sides", [["left"] * 6, ["right"] * 6, ["left", "right"] * 3])
 def test_texts_are_the_same_by_their_real_tokens(sides):
     tokens, mask = batch_of(SHORT, sides)
-    tokens[0, ~mask[0]] = 2  # whatever the padding is
+    tokens[0, ~mask[0]] = 2  # the token at padding does not matter
     assert groups(digests(Text(tokens, mask))) == NUMBERS
     wider = Text(*batch_of(SHORT, sides[::-1], width=9))
     assert digests(wider) == digests(Text(tokens, mask))
@@ -58,7 +61,9 @@ def test_texts_are_the_same_by_their_real_tokens(sides):
 
 
 def test_a_cut_cache_does_not_know_which_texts_are_copies():
-    """Its inputs have the order of the run."""
+    """The inputs of a cache keep the order of the run, also if the rows of the cache are
+    reordered.
+    """
     _, cache = run_with_cache(pydoc(), [[3, 1, 4], [3, 1, 4], [1, 5, 9]], names="embed")
     same = torch.zeros(2, 3)
     assert groups_of_cache(cache, same) == (0, 0, 1)
@@ -73,25 +78,28 @@ def test_other_arguments_make_other_texts():
     assert groups(digests(Text(tokens, more=images))) == (0, 1, 0, 1)
     listed = {"images": [one, one, other, one[:1]]}
     assert groups(digests(Text(tokens, more=listed))) == (0, 0, 1, 2)
-    # The patches cannot be assigned to texts.
+    # It is unknown which patches belong to which text.
     assert groups(digests(Text(tokens, more={"patches": torch.zeros(9, 2)}))) is None
     shared = {"window": torch.zeros(3, 3), "scale": 2.0, "labels": None}
     assert groups(digests(Text(tokens, more={"scale": 2.0, "labels": None}))) == (0, 0, 0, 0)
     assert groups(digests(Text(tokens, more=shared))) is None
-    # For a decoder, only its real tokens count.
+    # Of the tokens of a decoder, only the real tokens count.
     answers, mask = batch_of([[5], [5, 6], [5], [5]], ["left", "right", "right", "right"])
     more = {"decoder_input_ids": answers, "decoder_attention_mask": mask}
     assert groups(digests(Text(tokens, more=more))) == (0, 1, 0, 0)
     seen = torch.stack([one, other, other, one]).bfloat16()
     assert groups(digests(Text(seen))) == (0, 1, 1, 0)
-    # Values next to a token count only if the token is real.
+    # Arguments with a value for each token count only at real tokens.
     tokens, mask = batch_of([[3, 1]] * 3, ["left", "right", "right"], width=4)
     types = torch.tensor([[7, 7, 0, 1], [0, 1, 7, 7], [0, 0, 7, 7]])
     assert groups(digests(Text(tokens, mask, more={"token_type_ids": types}))) == (0, 0, 1)
 
 
 def pairs_of(numbers, width=5):
-    """Pairs with one text for each number. Their answers are the numbers of their rows."""
+    """Return pairs of texts.
+
+    Pairs with the same number are copies, and the answers are the rows.
+    """
     draw = torch.Generator().manual_seed(0)
     table = torch.randint(20, (2, max(numbers) + 1, width), generator=draw)[:, [*numbers]]
     return Pairs(table[0], table[1], torch.arange(len(numbers)))
@@ -104,10 +112,10 @@ def test_a_split_keeps_copies_together(seed):
     parts = pairs.split(seed, share=0.4)
     texts = [{numbers[row] for row in part.answers.tolist()} for part in parts]
     assert not texts[0] & texts[1]
-    assert len(texts[0]) == 3  # of 7, rounded
+    assert len(texts[0]) == 3  # 0.4 of 7 texts, rounded
     assert sorted(row for part in parts for row in part.answers.tolist()) == [*range(13)]
     assert not {*parts[0].digests()} & {*parts[1].digests()}
-    # The same texts are drawn as before, because there are no copies.
+    # The draw is over different texts, so it is the draw of a split without copies.
     order = torch.randperm(7, generator=torch.Generator().manual_seed(seed))[:3]
     assert texts[0] == {*order.tolist()}
 
@@ -115,7 +123,8 @@ def test_a_split_keeps_copies_together(seed):
 def test_a_split_of_one_text_is_refused():
     with pytest.raises(ValueError, match="0 and 1 different"):
         pairs_of([0, 0, 0]).split()
-    other = Pairs(torch.tensor([[1, 2]] * 2), torch.tensor([[1, 3], [1, 4]]))  # two pairs
+    # Pairs with the same clean text and different corrupted texts are different.
+    other = Pairs(torch.tensor([[1, 2]] * 2), torch.tensor([[1, 3], [1, 4]]))
     assert [len(part) for part in other.split()] == [1, 1]
 
 
@@ -128,7 +137,9 @@ def model():
 
 
 def repeated(times):
-    """Five pairs; and the same pairs several times, in another order and padded on the left."""
+    """Return five pairs, and the same pairs several times, in another order with padding on
+    the left.
+    """
     texts = torch.randint(23, (2, 5, 6), generator=torch.Generator().manual_seed(5))
     answers = torch.tensor([[3, 1], [0, 4], [7, 2], [20, 9], [5, 8]])
     rows = [row for row in range(5) for _ in range(times[row])]
@@ -214,7 +225,9 @@ def test_copies_count_once_in_tables_of_a_cache(model):
 
 
 def test_texts_of_a_cache_that_differ_in_more_than_tokens_are_no_copies():
-    """Two texts with the same tokens and different images, which a cache does not contain."""
+    """Two texts have the same tokens and different images. A cache does not contain the images, so
+    it cannot say which texts are copies.
+    """
     transformers = pytest.importorskip("transformers")
     from models import attach
 
@@ -241,7 +254,7 @@ def test_the_error_of_a_jacobian_lens_counts_copies_once():
     assert (once.n_texts, twice.n_texts) == (3, 6)
     torch.testing.assert_close(twice.weight, once.weight)
     torch.testing.assert_close(twice.error, once.error, rtol=1e-4, atol=0)
-    # Of texts that come 3, 1 and 1 times, 5² / (9 + 1 + 1) would be as sure.
+    # The effective number of texts that occur 3, 1 and 1 times is 5² / (9 + 1 + 1).
     uneven = jacobian_lens(model, [*texts, *texts[:1] * 2], skip=3)
     assert uneven.n_different == pytest.approx(25 / 11)
     others = jacobian_lens(model, ["return x", "yield from", "part KV8"], skip=3)

@@ -1,4 +1,6 @@
-"""Pairs of texts: what must fit, named spans, and which pairs a model gets right."""
+"""Pairs of texts: checks that their parts fit, named spans, and the pairs that a model
+answers rightly.
+"""
 
 import pytest
 import torch
@@ -32,7 +34,7 @@ def test_spans_are_positions_of_each_example(tokens, corrupted):
     assert torch.equal(pairs.spans["verb"], verb)
     last = Pairs(tokens, corrupted, spans={"name": name}, last_only=True)
     assert last.spans["name"].tolist() == [[2], [3], [6], [2]]
-    # A mask is no list of columns 0 and 1, and -1 is the last real token.
+    # Booleans are a mask, not the columns 0 and 1. The position -1 is the last real token.
     mask = torch.zeros(BATCH, POS, dtype=torch.bool)
     mask[:, 3:5] = True
     real = torch.ones(BATCH, POS).tril(4)
@@ -280,7 +282,7 @@ def test_a_mapping_is_the_arguments_of_a_run(tokens, corrupted):
 def test_rows_of_positions_are_along_the_axis_of_the_texts(n_texts, sections):
     texts, n_pos = torch.arange(n_texts * 7).view(n_texts, 7), 7
     positions = torch.arange(sections * n_texts * n_pos).view(sections, n_texts, n_pos)
-    later = torch.arange(n_texts)  # as long as there are texts, by chance
+    later = torch.arange(n_texts)  # has a number for each text only by chance
     given = {"input_ids": texts, "position_ids": positions, "cache_position": later}
     pairs = Pairs({**given, "scale": 1.0 + later, "bias": torch.ones(1, n_pos)})
     one, two = pairs[[1]].text, pairs.text.repeated(2)
@@ -290,9 +292,8 @@ def test_rows_of_positions_are_along_the_axis_of_the_texts(n_texts, sections):
     assert torch.equal(two.more["position_ids"], torch.cat([positions, positions], 1))
     assert two.more["bias"].shape == (1, n_pos)
     assert torch.equal(pairs.text.rows(slice(1, None)).more["position_ids"], positions[:, 1:])
-    own = Pairs(
-        {"input_ids": texts, "position_ids": positions.movedim(0, 2)}
-    )  # [batch, pos, section]
+    # Here the sections are the last axis: [batch, pos, section].
+    own = Pairs({"input_ids": texts, "position_ids": positions.movedim(0, 2)})
     assert torch.equal(own[[1]].text.more["position_ids"], positions.movedim(0, 2)[1:2])
     shared = Pairs({"input_ids": texts, "position_ids": positions[:, :1]})
     assert torch.equal(shared[[1]].text.more["position_ids"], positions[:, :1])
@@ -302,7 +303,7 @@ def test_rows_of_positions_are_along_the_axis_of_the_texts(n_texts, sections):
 
 
 def test_rows_that_two_axes_may_have_are_refused_and_not_guessed():
-    """Three texts of three tokens with three sections: each axis has three places."""
+    """With three texts of three tokens and three sections, any axis could be the axis of texts."""
     positions = torch.arange(27).view(3, 3, 3)
     pairs = Pairs({"input_ids": torch.tensor([[3, 1, 4]] * 3), "position_ids": positions})
     assert torch.equal(pairs.text.kwargs["position_ids"], positions)

@@ -1,5 +1,6 @@
-"""Where pictures stand: in JupyterLab, exported notebooks, built pages and print, every word is
-over its own number.
+"""Pictures in JupyterLab, exported notebooks, built pages and print.
+
+In each of them, every word must be at the place of its own number.
 """
 
 import collections
@@ -22,7 +23,7 @@ nbformat = pytest.importorskip("nbformat", reason="needs the extra notebook")
 nbconvert = pytest.importorskip("nbconvert", reason="needs the extra notebook")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [
-    pytest.mark.full,  # minutes, and CI has no browser
+    pytest.mark.full,  # it takes minutes, and CI has no browser
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium to open pages in"),
     pytest.mark.xdist_group("browser"),
 ]
@@ -47,7 +48,8 @@ CELLS = {
     "graph": "attribution_graph(model, 'part KV8 and part K', load_transcoders('pydoc-4l/transcoders'))",
     "cards": "feature_cards(model, load_sae('pydoc-4l/resid_post'), [text], [3, 17])",
 }
-# The places on the screen: cells of a map, tokens of a text, and the size of the whole drawing.
+# A script that returns places on the screen: the cells of a map, the tokens of a text, and the size
+# of the drawing.
 LOOK = """() => [...document.querySelectorAll("[data-part]")].map(part => {
   const map = part.querySelector(".map canvas"), box = map && map.getBoundingClientRect();
   const middle = node => { const r = node.getBoundingClientRect(); return [r.left + r.width / 2, r.top + r.height / 2]; };
@@ -64,7 +66,7 @@ LOOK = """() => [...document.querySelectorAll("[data-part]")].map(part => {
 
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory):
-    """A notebook that was run, with a picture of each kind."""
+    """A folder with a notebook that was run, and that contains a picture of each kind."""
     folder = tmp_path_factory.mktemp("notebook")
     cells = [nbformat.v4.new_code_cell(cell) for cell in (MODEL, *CELLS.values())]
     about = {"name": "python3", "display_name": "Python 3", "language": "python"}
@@ -84,14 +86,14 @@ def browser():
 
 @pytest.fixture(scope="module")
 def words():
-    """By layer and position the likeliest next token of the lens."""
+    """The most likely next token in the lens, for each layer and position."""
     model = pydoc()
     lens = interp.logit_lens(model, interp.run_with_cache(model, TEXT)[1])
     return [[visible(top[0]) for top in layer] for layer in model.to_pieces(lens.tokens[:, 0])]
 
 
 def frames_of(page):
-    """The frames of pictures, in the order of cells, after all are drawn."""
+    """Return the frames of all pictures after they are drawn, by the names of the cells."""
     shown = f"document.querySelectorAll('iframe[srcdoc]').length >= {len(CELLS)}"
     page.wait_for_function(shown, timeout=120_000)
     handles = page.query_selector_all("iframe[srcdoc]")
@@ -102,7 +104,7 @@ def frames_of(page):
 
 
 def check(page, words, fitted=True):
-    """Every kind of picture is drawn completely, and its words are next to their numbers."""
+    """Check that every kind of picture is drawn completely, with each word next to its number."""
     frames = frames_of(page)
     for name, (handle, frame) in frames.items():
         handle.scroll_into_view_if_needed()
@@ -114,7 +116,7 @@ def check(page, words, fitted=True):
             seen = {(row, column): text for row, column, text in parts[0]["cells"]}
             layers, n_pos = len(words), len(words[0])
             assert len(seen) == layers * n_pos
-            # The last layer is above.
+            # The last layer is the top row.
             expected = {
                 (layers - 1 - n, p): words[n][p] for n in range(layers) for p in range(n_pos)
             }
@@ -122,11 +124,10 @@ def check(page, words, fitted=True):
         if name == "text":
             assert [token for token, _ in parts[0]["tokens"]] == [visible(c) for c in TEXT]
             assert all(is_over for _, is_over in parts[0]["tokens"])
-    # The pointer, at the place on the screen of a word.
+    # Move the pointer to a word.
     handle, frame = frames["lens"]
-    span = frame.locator(".cells span").nth(
-        len(words[0]) - 1
-    )  # a narrow lens opens at its last tokens
+    # A narrow lens opens at its last tokens, so take the last token.
+    span = frame.locator(".cells span").nth(len(words[0]) - 1)
     handle.scroll_into_view_if_needed()
     box = span.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
@@ -184,8 +185,8 @@ def test_print(notebook, browser, words, tmp_path):
     frames_of(page)
     page.pdf(path=tmp_path / "x.pdf")
     page.close()
-    # By page and height on it, the texts from left to right. A frame shows the last tokens of a
-    # long text.
+    # Collect the words of each line of the PDF, from left to right. A frame shows the last tokens of
+    # a long text.
     lines = collections.defaultdict(list)
     for n, leaf in enumerate(pypdf.PdfReader(tmp_path / "x.pdf").pages):
 
@@ -203,7 +204,7 @@ def test_print(notebook, browser, words, tmp_path):
 
 @contextlib.contextmanager
 def jupyterlab(folder):
-    """The address of a JupyterLab of a folder."""
+    """Start JupyterLab in a folder, and yield its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -222,7 +223,7 @@ def jupyterlab(folder):
     places = {name: str(folder / name) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR")}
     settings = folder / "JUPYTER_CONFIG_DIR/lab/user-settings/@jupyterlab/notebook-extension"
     settings.mkdir(parents=True)
-    # Otherwise outputs that are not in sight are taken out of the page.
+    # By default, JupyterLab removes outputs that are not visible from the page.
     (settings / "tracker.jupyterlab-settings").write_text('{"windowingMode": "none"}')
     with (folder / "log").open("w") as log:
         lab = subprocess.Popen(command, env={**os.environ, **places}, stdout=log, stderr=log)
@@ -243,7 +244,7 @@ def test_jupyterlab(notebook, browser, words, tmp_path):
                 page.goto(f"{address}pictures.ipynb?reset")
                 break
             time.sleep(1)
-        # It was run elsewhere, so it is not trusted.
+        # The notebook was run by another program, so JupyterLab does not trust it.
         line = page.locator(
             "p", has_text="lens of “def f(x): return f(x)”: a picture, which trusted"
         )
@@ -268,7 +269,8 @@ def test_jupyterlab(notebook, browser, words, tmp_path):
         page.click("text=File >> nth=0")
         page.click("text=/^Save Notebook$/")
         page.wait_for_timeout(2000)
-        # Opened again, scripts of outputs do not run, and heights are guessed.
+        # After the notebook is opened again, scripts of outputs do not run, so the heights of frames
+        # are guessed.
         page.goto(f"{address}pictures.ipynb?reset")
         page.wait_for_selector("iframe[srcdoc]", timeout=60_000, state="attached")
         check(page, words, fitted=False)

@@ -1,6 +1,4 @@
-"""Pictures: the numbers that a browser reads from their pages, compared with the
-original tensors.
-"""
+"""Pictures: a browser reads the numbers from their pages, and they equal the original tensors."""
 
 import base64
 import json
@@ -51,7 +49,7 @@ def cache(bundled):
 
 @pytest.fixture(scope="module")
 def values():
-    """[row, column, example]"""
+    """Effects with the axes [row, column, example]."""
     return torch.tensor([[[1.0, 2], [3, 5], [0, 0]], [[0, 1], [-4, -1], [2, 7]]]).double()
 
 
@@ -61,7 +59,7 @@ def embedded(page):
 
 @pytest.fixture(scope="module")
 def page(bundled, cache, values):
-    """Every kind of picture in one page, with texts that would like to run."""
+    """A page with every kind of picture. Its texts contain HTML and scripts, which must not run."""
     hostile = {"column": HOSTILE[:3]}
     table = Result(values, ("row", "column", "example"), words=hostile, unit="nats")
     three = Result(
@@ -85,7 +83,7 @@ def page(bundled, cache, values):
 
 
 class FakeCurve:
-    """Of 479 edges, the share 0.01 is 4."""
+    """A curve over sizes of circuits. Its share 0.01 of 479 edges is 4 edges."""
 
     absolute = Result(torch.tensor([[0.25, 0.75]]), ("edges", "example"), labels={"edges": [0.01]})
 
@@ -136,7 +134,7 @@ def test_texts_stand_over_their_cells_in_a_frame_below_the_fold(seen, bundled, c
 
 def test_views_start_at_their_end_and_plots_fill_a_frame_laid_out_later(seen):
     pattern, lens, text = seen["ends"]
-    assert pattern == [8, 8]  # its padding
+    assert pattern == [8, 8]  # only the padding of the frame is left at its start
     assert lens[0] == 8
     assert text[1] == pytest.approx(0, abs=3)
     assert seen["plots"] == [seen["scroll"] - 32] * 2
@@ -152,7 +150,7 @@ def test_numbers_of_results_text_lines_and_circuits_are_read(seen):
     assert "row 1" in seen["heat"]
     assert number(seen["value"]) == -2.25
     assert seen["bar"].startswith("5 logits")
-    # Student's interval of 4, 5 and 6 at two degrees of freedom, by hand: 5 ± 4.3027 / √3.
+    # Student's interval of 4, 5 and 6 by hand, with two degrees of freedom: 5 ± 4.3027 / √3.
     assert "2.5159 to 7.4841" in seen["bar"]
     assert "step 1" in seen["line"]
     assert "3.5" in seen["line"]
@@ -176,9 +174,9 @@ def test_patches_are_drawn_over_their_image(tmp_path):
     seen = seen_in_browser(view.html(), tmp_path, OVER_IMAGE, around="")
     grey = (pixels[0] / 4 * 255).round().int().flatten().tolist()
     assert seen["under"][::4] == seen["under"][2::4] == grey
-    assert seen["over"][3::4] == [0, 220]  # how opaque a patch is follows from its size
+    assert seen["over"][3::4] == [0, 220]  # a patch with a larger effect is more opaque
     red, _, blue = seen["over"][4:7]
-    assert red > blue  # less than 0
+    assert red > blue  # the effect is negative
     assert seen["boxes"][0] == seen["boxes"][1]
     with pytest.raises(ValueError, match="2 by 2; got 5 "):
         plots.image(pixels, torch.ones(5))
@@ -209,7 +207,7 @@ def mixed(page, theme, share):
 
 
 def test_colours_follow_the_readers_setting(page, seen, cache, tmp_path):
-    # A frame takes its scheme when it is laid out, and hears of it only once the screen is drawn.
+    # A frame gets the dark colours when it has a layout, so it must be inside the visible part here.
     option = "--blink-settings=preferredColorScheme=0"
     dark = seen_in_browser(page, tmp_path, PROBE, option, around="")
     share = cache["pattern", 1][0, 0, 7, 2].item()
@@ -345,7 +343,7 @@ def test_what_has_a_picture_saves_it(bundled, tmp_path):
 
 
 def test_a_page_has_no_number_that_json_has_not():
-    """Numbers beside the arrays of a page, such as the influence of a node."""
+    """A page contains numbers outside of arrays too, such as the influence of a node."""
     nodes = [
         Node("E_3_0", "token", -1, 0, 3, "a", influence=math.nan),
         Node("1_4_0", "feature", 1, 0, 4, activation=math.inf, influence=0.5),
@@ -431,7 +429,7 @@ def test_a_view_is_saved_and_refuses_a_figure_it_has_not(cache, bundled, tmp_pat
     view.save(tmp_path / "x.html")
     assert (tmp_path / "x.html").read_text(encoding="utf-8") == view.html()
     with pytest.raises(ValueError, match=r"must end in \.html; got .*x\.png"):
-        view.save(tmp_path / "x.png")  # patterns are no plot
+        view.save(tmp_path / "x.png")  # patterns have no Matplotlib figure
     with pytest.raises(ValueError, match="plots"):
         _ = view.figure
     for call in (

@@ -1,5 +1,7 @@
-"""Scores as sums over pairs of sources: against products written out in float64, planted weights,
-padding and half precision.
+"""Attention scores as sums over pairs of sources.
+
+They are compared with products in float64, with planted weights, with padding and in half
+precision.
 """
 
 import dataclasses
@@ -23,8 +25,10 @@ def cached(model, text=TEXT, **more):
 
 
 def rotated(x, position):
-    """Halves of four dimensions, by angles position / 10000^(2i / 4), which the model has in single
-    precision.
+    """Return x after the rotation of a position, in numpy.
+
+    The four dimensions are two halves, and the angles are position / 10000^(2i / 4). The model has
+    the angles in float32.
     """
     angles = position / 10000.0 ** (np.arange(0, 4, 2) / 4)
     first, second = x[..., :2], x[..., 2:]
@@ -33,8 +37,10 @@ def rotated(x, position):
 
 
 def by_hand(model, cache, side, head, example, pos):
-    """What each part, and all constants, give a head's query or key at a position: written out for
-    RMSNorm and halves.
+    """Return the contributions of each component and of all constants to a query or a key, by hand.
+
+    It is the query or key of one head at one position, in a model with RMSNorm and rotary
+    positions.
     """
     attn, norm = model.blocks[1].attn, model.blocks[1].ln1
     letter = side.upper()
@@ -98,7 +104,7 @@ def test_pairs_add_up_and_the_rest_is_said(form, against):
         assert result.about["score"] == pytest.approx(float((scores[:, 3] - base).mean()), rel=1e-5)
         sizes = whole.values.abs().sum((0, 1)).mean()
         assert result.about["summed sizes of all pairs"] == pytest.approx(float(sizes), rel=1e-5)
-    # The three largest pairs are shown, and what they leave is the rest, on each side.
+    # The three largest pairs are shown. The other contributions of each side are its rest.
     order = whole.values.abs().mean(-1).flatten().argsort(descending=True)[:3].tolist()
     width = whole.values.shape[1]
     for place in order:
@@ -179,9 +185,9 @@ def test_of_attached_models_with_padding(kind, dtype, monkeypatch):
 
 
 def test_a_planted_pair_is_the_whole_reason():
-    """A head of block 0 writes its attention to one token.
+    """A head of block 0 attends to one token, and writes a vector.
 
-    A head of block 1 attends to it, if its own token asks.
+    A head of block 1 attends to this vector, but only if the query comes from a certain token.
     """
     torch.manual_seed(3)
     sizes = {
@@ -238,13 +244,14 @@ def test_what_cannot_be_explained_is_refused():
     hooks = {"blocks.0.mlp_out": edits.scale(1.5, pos=2)}
     with HookedRunner(model).hooks({"blocks.1.resid_pre": edits.scale(2.0)}):
         edited = HookedRunner(model).run_with_cache(TEXT)[1]
-    # What an edit adds between two blocks is a source of its own.
+    # The change that an edit makes between two blocks is a separate source.
     assert "input1" in attention_attribution(model, edited, (1, 0)).labels["key_source"]
     chosen = torch.tensor([-1, 3]), torch.tensor([[2], [0]])[:, 0]
     lists = ([-1, 3], [2, 0])
     one, other = (attention_attribution(model, cache, (1, 4), *each) for each in (chosen, lists))
     torch.testing.assert_close(one.values, other.values)
-    with HookedRunner(model).hooks(hooks):  # an edit of what a part adds is a part's own value
+    # If an edit changes the output of a component, the edited output is its contribution.
+    with HookedRunner(model).hooks(hooks):
         attention_attribution(model, HookedRunner(model).run_with_cache(TEXT)[1], (1, 0), query=2)
 
 
@@ -253,8 +260,8 @@ def test_what_cannot_be_explained_is_refused():
 @pytest.mark.parametrize("where", ["one text", "no keys", "constant keys", "one key"])
 @pytest.mark.parametrize("against", ["mean", 1])
 def test_a_score_that_is_no_more_than_others_has_pairs_that_cancel(form, dtype, where, against):
-    """All keys are equal, so the difference of two scores is rounding: no pair is
-    larger than that.
+    """All keys are equal, so the difference of two scores is only rounding. The pairs cancel, and
+    the analysis must not raise an error.
     """
     model = model_of(form)
     sizes = dataclasses.replace(model.config, positions="none")

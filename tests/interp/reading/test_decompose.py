@@ -1,4 +1,4 @@
-"""Streams and logits as sums of parts, against the same sums in numpy, vector by vector."""
+"""Streams and logits as sums of components, compared with the same sums in numpy."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -29,7 +29,7 @@ TOKENS, RIGHT, WRONG = (some_tokens(seed, (BATCH, POS)) for seed in (1, 2, 3))
 
 
 class Parts:
-    """What each part of a model writes, in numpy, and what it adds to a difference of logits."""
+    """The outputs of all components of a model, in numpy, and their contributions to logits."""
 
     def __init__(self, model, tokens=TOKENS):
         self.config, self.reference = model.config, Reference(model)
@@ -75,12 +75,15 @@ class Parts:
             sums[rest] = vector
 
     def expanded(self):
-        """With neurons in place of MLPs."""
+        """Return the components, with neurons instead of MLPs."""
         kept = {name: x for name, x in self.parts.items() if not name.startswith("m")}
         return kept | self.neurons
 
     def along(self, parts, directions):
-        """What parts add to directions [batch, pos, d_model] of what the unembedding reads."""
+        """Return the contributions of components along directions [batch, pos, d_model].
+
+        The directions are in the space that the unembedding reads, after the final norm.
+        """
         found = {
             name: (self.through(x, "ln_final") * directions).sum(-1) for name, x in parts.items()
         }
@@ -213,8 +216,8 @@ WIDTHS = {
 @pytest.mark.parametrize("n_layers", [12, 24])
 @pytest.mark.parametrize("family", WIDTHS)
 def test_deep_runs_in_bfloat16_are_right(family, n_layers):
-    """With the default initialisation, the components are small compared with the
-    rounded stream.
+    """With the default initialisation, components are small compared with the stream, so rounding
+    of the stream in bfloat16 is large for them. `decompose` must not take it for a mistake.
     """
     transformers = pytest.importorskip("transformers")
     sizes = WIDTHS[family] | dict(vocab_size=VOCAB, num_hidden_layers=n_layers)
@@ -249,7 +252,10 @@ def test_attached_models_whose_norms_compute_in_float32(name):
 
 @pytest.mark.parametrize("name", ["pre", "sandwich", "like llama", "embed_norm"])
 def test_parts_of_bfloat16_add_up_to_rounding(name):
-    """To 1% of the largest: the stream is rounded after each addition, the parts are not."""
+    """The components add up to the stream, to 1% of the largest value.
+
+    The stream is rounded after each addition, and the components are not.
+    """
     model = variant(name).bfloat16()
     logits, cache = run_with_cache(model, TOKENS)
     stream = cache["resid_post", -1].float()
@@ -277,7 +283,7 @@ def test_tokens_and_directions_of_all_examples_of_each_and_of_each_position():
     for row in range(BATCH):
         one = direct_logit_attribution(model, cache, right=int(RIGHT[row, 0])).values
         torch.testing.assert_close(by_example[..., row], one[..., row])
-    # A direction of what the unembedding reads is a logit without its bias.
+    # The direction of a token is a column of the unembedding. It gives the logit without its bias.
     columns = model.W_U.detach()[:, RIGHT].movedim(0, -1)
     for direction in (columns, columns[:, 2], columns[1, 2]):
         shared = direction.expand(BATCH, POS, -1) if direction.ndim != 2 else direction[:, None]
@@ -369,7 +375,7 @@ def test_no_output_of_a_head_and_no_logits_are_made(form):
     _, cache = run_with_cache(model, text)
     with Largest() as largest:
         direct_logit_attribution(model, cache, right=text, wrong=3)
-    # The two embeddings are stored together.
+    # The largest tensor contains the two embeddings. No tensor has an axis of all heads.
     assert largest.elements <= 2 * text.numel() * d_model < heads * text.numel() * d_model
 
 
@@ -453,7 +459,7 @@ def test_a_cache_of_another_run_is_refused(model, tokens, unchecked):
 
 
 def test_what_people_from_transformer_lens_look_for(model, tokens):
-    """The rows of the README, by their definitions."""
+    """Values that users of TransformerLens look for, compared with their definitions."""
     logits, cache = run_with_cache(model, tokens)
     right, wrong = tokens.roll(-1, 1), tokens.roll(-2, 1)
     heads = torch.einsum("bphe,hed->hbpd", cache["z", 1], model.W_O[1])

@@ -30,7 +30,8 @@ from tests.attachable import (
     made,
 )
 
-# Latent or gated attention, and sums of several modules, have no view.
+# These models have latent or gated attention, or an MLP that is the sum of several modules. The
+# readings of this test do not support them.
 WITHOUT = """afmoe axk1 axk2 deepseek dots3 glm_moe_dsa glm4_moe_lite granitemoeshared jamba laguna lara_mini lfm2_moe mimo
     qwen3_next sarvam_mla"""
 SUMS = [kind for kind in KINDS if not kind.startswith(tuple(WITHOUT.split()))]
@@ -93,8 +94,10 @@ def test_patches_of_weights_are_those_of_raw_hooks(kind):
         return (logits[1, -1, 5] - logits[1, -1, 8]).item()
 
     def with_weights(expert, share):
-        """All positions of the second text, with a share of the first one's weights of
-        an expert.
+        """Return a change of the experts' arguments.
+
+        At all positions of the second text, the weight of an expert moves by a share towards its
+        weight in the first text.
         """
 
         def change(x, index, weights):

@@ -1,5 +1,6 @@
-"""Scores of heads: heads whose weights are written by hand, and random patterns scored one key at a
-time.
+"""Scores of heads, for heads whose weights are written by hand, and for random patterns.
+
+The expected scores of random patterns are computed one key at a time.
 """
 
 import math
@@ -14,11 +15,11 @@ from interp import head_scores, repeated_tokens, run_with_cache
 from tests.interp.planted import attention_only
 
 V, N, MARK = 31, 29, 30
-# The parts of the stream: this token, its position, and the token before it.
+# The residual stream has three parts: the token, its position, and the token before it.
 TOKEN, PLACE, BEFORE = slice(0, V), slice(V, V + N), slice(V + N, 2 * V + N)
 SHARP = 100.0
 SHARES = ("previous_token", "first_token", "duplicate_token", "induction", "span")
-# The places of the heads that are planted; the last one attends to all alike.
+# The layer and head of each planted head. The head `EVEN` attends to all tokens equally.
 PLANTED = dict(zip(SHARES, [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)], strict=True))
 EVEN = (1, 2)
 
@@ -31,8 +32,10 @@ def planted():
     model.position_embedding.weight[:, PLACE] = torch.eye(N)
 
     def plant(kind, asking, query, asked, key, itself):
-        """Return scores of query times key, and a smaller score of the position itself as a
-        fallback.
+        """Set the weights of a head, so that its scores are products of queries and keys.
+
+        `itself` is a smaller score of the position itself. If it is positive, the head attends to
+        the position itself when no key matches.
         """
         layer, head = PLANTED[kind]
         attn = model.blocks[layer].attn
@@ -54,7 +57,9 @@ def planted():
 
 
 def texts():
-    """Two texts in which two kinds of heads look at the same place for at most one query."""
+    """Return two texts, in which any two kinds of heads attend to the same token for at most one
+    query.
+    """
     drawn = torch.Generator().manual_seed(0)
     letters = [torch.randperm(MARK, generator=drawn).tolist() for _ in range(2)]
     return [
@@ -110,7 +115,7 @@ def test_padding_does_not_count(planted, kind, left):
 
 
 class Fixed(nn.Module):
-    """A model whose heads attend as told: patterns [layer, batch, head, query, key]."""
+    """A model whose attention patterns are given, [layer, batch, head, query, key]."""
 
     def __init__(self, pattern):
         super().__init__()
@@ -126,7 +131,9 @@ class Fixed(nn.Module):
 
 
 def one_by_one(kind, weights, tokens, real, span, queries):
-    """The score of one head on one text: weights [query, key]."""
+    """Return the score of one head on one text, computed query by query from its pattern
+    `weights`.
+    """
     kept = [n for n, is_real in enumerate(real) if is_real]
     found = []
     for at, query in enumerate(kept):
@@ -195,7 +202,8 @@ def test_a_pattern_of_ones_own_is_scored_by_its_factors():
         own = head_scores(model, cache, before.to(dtype)).values
         torch.testing.assert_close(own, head_scores(model, cache, "previous_token").values)
     factors = torch.tensor([[9.0, 0, 0, 0], [0, 0, 0, 0], [2, 0, 0, 0], [0, -4, 12, 0]])
-    # In the second text the first column is padding, so that only the last query has a key.
+    # In the second text, the first column is padding. So only the last query has a factor for a
+    # real key.
     scores = head_scores(model, cache, factors)
     assert scores.values.tolist() == [
         [[(2 * 0.5 - 4 * 0.25 + 12 * 0.125) / 2, -4 * 0.5 + 12 * 0.25]]
@@ -214,7 +222,7 @@ def test_scores_that_make_no_sense(model, unchecked):
     _, lacking = run_with_cache(model, tokens, names="blocks.1.attn.pattern")
     different = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 1, 4, 5, 6]])
     _, differing = run_with_cache(model, different, names="*.pattern")
-    # `at` does not cut the tokens of the run.
+    # `at` reorders the values of a cache, but not the tokens of its run.
     unknown = cache.at(batch=[1, 0])
     _, several = run_with_cache(
         model, tokens, run=lambda tokens: model(tokens.clone()), names="*.pattern"

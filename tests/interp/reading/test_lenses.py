@@ -37,7 +37,9 @@ KINDS = {
 
 
 class Sums(nn.Module):
-    """Two linear blocks: the first maps each position, the second also adds up the earlier ones."""
+    """A model of two linear blocks. The first maps each position, and the second also adds up a map
+    of the earlier positions.
+    """
 
     def __init__(self):
         super().__init__()
@@ -63,7 +65,8 @@ def test_the_jacobian_lens_of_a_linear_model_in_closed_form(length):
     model = Sums().double().eval()
     lens = jacobian_lens(model, [[1] * length], skip=SKIP)
     first, second = (block.own.weight for block in model.blocks)
-    # A position at distance n from the last but one is added up n + 1 times.
+    # The last position does not count. A position that is n positions before the last but one is
+    # added up n + 1 times.
     added = sum(n + 1 for n in range(length - 1 - SKIP)) / (length - 1 - SKIP)
     last = second + added * model.blocks[1].earlier.weight
     torch.testing.assert_close(lens.weight, torch.stack([last @ first, last]))
@@ -72,9 +75,9 @@ def test_the_jacobian_lens_of_a_linear_model_in_closed_form(length):
 
 
 def jacobians(model, text):
-    """The mean Jacobians of one text, each block run alone.
+    """Return the mean Jacobians [layer, out, in] of one text, computed by running the blocks.
 
-    Earlier positions do not depend on later ones.
+    Earlier positions do not depend on later positions.
     """
     tokens = torch.tensor([text])
     context = model.context(tokens)
@@ -86,7 +89,7 @@ def jacobians(model, text):
                 x = block(x, context)
             return x[0, SKIP:-1].sum(0)
 
-        whole = torch.autograd.functional.jacobian(rest, stream)[:, 0]  # out, pos, in
+        whole = torch.autograd.functional.jacobian(rest, stream)[:, 0]  # [out, pos, in]
         found.append(whole[:, SKIP:-1].mean(1))
         stream = block(stream, context).detach()
     return torch.stack(found)
@@ -96,7 +99,7 @@ def jacobians(model, text):
 def test_the_jacobian_lens_is_the_mean_of_all_jacobians(kind):
     model = small(**KINDS[kind])
     each = torch.stack([jacobians(model, text) for text in TEXTS])
-    with torch.no_grad():  # of the caller
+    with torch.no_grad():  # the caller may have switched gradients off
         lens = jacobian_lens(model, map(torch.tensor, TEXTS), skip=SKIP)
     torch.testing.assert_close(lens.weight, each.mean(0))
     spread = (each - each.mean(0)).square().sum((0, 2, 3)) / 2 / 3  # variance of the mean
@@ -186,9 +189,8 @@ def mean_kl(model, weights, biases):
 
 
 def test_the_tuned_lens_takes_steps_of_adam_at_a_falling_rate(monkeypatch):
-    monkeypatch.setattr(
-        "interp.reading.affine._LOGITS_AT_ONCE", 13 * 4 * 5
-    )  # five positions at once
+    # Compute the logits of five positions at a time.
+    monkeypatch.setattr("interp.reading.affine._LOGITS_AT_ONCE", 13 * 4 * 5)
     model = small()
     lens = tuned_lens(model, TEXTS, steps=2, batch=3, learning_rate=0.01)
     parts = [torch.zeros(3, *shape).double().requires_grad_() for shape in ((6, 6), (6,))]
@@ -244,7 +246,7 @@ def test_the_published_form_is_the_residual_of_the_map(dtype, tmp_path):
     with torch.no_grad():
         entering = cache.stack("resid_pre")
         wanted = [(x + own(x.float())).to(dtype) for x, own in zip(entering, linear, strict=True)]
-        # A map in half precision would round most entries differently.
+        # If the lens multiplied in half precision, most entries would be rounded differently.
         assert (lens(entering) - torch.stack(wanted)).abs().gt(1e-5).float().mean() < 0.1
         logs = model.unembed(torch.stack(wanted).flatten(0, 1)).double().log_softmax(-1)
     found = logit_lens(model, cache, lens=lens, targets=tokens).target_probabilities[:3, 0].log()
@@ -321,7 +323,9 @@ def test_a_large_vocabulary_never_exists_whole():
 
 @pytest.mark.parametrize("at_once", [1, 130])
 def test_positions_read_in_parts_are_each_in_their_place(monkeypatch, at_once):
-    """Of 4 streams and 13 tokens a part has one position, or two of the seven."""
+    """With 4 streams and a vocabulary of 13, the logits are computed for one or for two of the
+    seven positions at a time.
+    """
     from interp.reading import affine
 
     model = small()
@@ -344,7 +348,8 @@ def test_on_the_bundled_model_the_tuned_lens_is_better_at_every_layer():
     from models import load_tokenizer, train_test_split
 
     model, tokenizer = pydoc(), load_tokenizer("pydoc-4l")
-    # Other versions of Python have characters that the tokenizer lacks.
+    # In other versions of Python, the documentation has characters that the tokenizer does not
+    # have.
     text = "".join(char for char in "\n".join(topics.values()) if char in tokenizer.characters)
     tokens = torch.tensor(tokenizer.encode(text))
     training, held_out = (

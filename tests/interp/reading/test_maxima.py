@@ -10,7 +10,9 @@ TEXTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [0], [2, 3, 8, 4, 6, 2,
 
 
 def by_search(model, point, number):
-    """Every place with its value, the largest first, from one run of each text."""
+    """Return all positions with their values, the largest first, from a separate run of each
+    text.
+    """
     found = []
     for text, tokens in enumerate(TEXTS):
         value = HookedRunner(model).capture(torch.tensor([tokens]), names=point)[point][0]

@@ -26,14 +26,15 @@ def planted():
 
 NOTHING = set()
 EXPECTED = {
-    # What is copied.
+    # The texts differ in the token that is copied.
     (4, C): {
         "resid_pre": {(0, 4), (1, 4)},
         "attn_out": {(1, END)},
         "z": {INDUCTION},
         "v": {INDUCTION},
     },
-    # The earlier copy of the last token: its place is told to the next position by the other head.
+    # The texts differ in the earlier copy of the last token. The previous-token head writes it into
+    # the next position, which the induction head finds.
     (3, E): {
         "resid_pre": {(0, 3), (1, 4)},
         "attn_out": {(0, 4), (1, END)},
@@ -43,7 +44,7 @@ EXPECTED = {
         "scores": {INDUCTION},
         "pattern": {INDUCTION},
     },
-    # The last token, of which there are two.
+    # The texts differ in the last token. Both tokens occur earlier in the text.
     (END, D): {
         "resid_pre": {(0, END), (1, END)},
         "attn_out": {(1, END)},
@@ -84,7 +85,9 @@ def test_detectors_and_ablation_name_the_planted_heads(planted):
 
 
 def test_ablation_of_induction_heads_costs_the_bundled_model_most():
-    """The previous-token head and the heads with induction scores, in the order of these."""
+    """The most important heads are the previous-token head and the induction heads. The induction
+    heads matter in the order of their scores.
+    """
     model, period = pydoc(), 20
     tokens = repeated_tokens(model.config.vocab_size, period, batch=16)
     _, cache = run_with_cache(model, tokens, names=["*.pattern", "*.z"])

@@ -1,4 +1,4 @@
-"""Results: means and intervals against NumPy and SciPy, parts, figures, tables and files."""
+"""Results: means and intervals, compared with NumPy and SciPy; parts, figures, tables and files."""
 
 import copy
 import json
@@ -34,9 +34,9 @@ def result():
 @pytest.mark.parametrize("normal", [False, True])
 @pytest.mark.parametrize("confidence", [0.95, 0.6])
 def test_ends_solve_fiellers_equation(result, normal, confidence):
-    """With the quantiles and the skewness of SciPy.
+    """The ends of an interval solve the equation, with quantiles and skewness from SciPy.
 
-    Where the gap is 1, the equation is Student's.
+    If the gap of all examples is 1, the ratio is a mean, and the equation is Student's.
     """
     stats = pytest.importorskip("scipy.stats", reason="an independent distribution of t")
     measured = result.normalized() if normal else result
@@ -56,7 +56,7 @@ def test_ends_solve_fiellers_equation(result, normal, confidence):
 
 
 def test_three_examples_by_hand():
-    """Without skewness: mean 2, standard error 1 / √3, t = 4.3027."""
+    """The mean is 2, the standard error 1 / √3, the skewness 0, and t is 4.3027."""
     low, high = Result(torch.tensor([[3.0, 1.0, 2.0]]), ("head", "example")).interval()
     assert (low.item(), high.item()) == pytest.approx((2 - 2.4842, 2 + 2.4842), abs=1e-4)
 
@@ -64,7 +64,7 @@ def test_three_examples_by_hand():
 @pytest.mark.parametrize(("right", "n"), [(0, 3), (7, 7), (13, 17), (19, 20), (1, 41)])
 @pytest.mark.parametrize("confidence", [0.95, 0.6])
 def test_shares_of_examples_have_the_interval_of_wilson(right, n, confidence):
-    """Return SciPy's solution, between bounds of any size."""
+    """The interval equals Wilson's interval of SciPy. The two values may be any two bounds."""
     stats = pytest.importorskip("scipy.stats", reason="an independent interval of Wilson")
     expected = stats.binomtest(right, n).proportion_ci(confidence, method="wilson")
     values = (torch.arange(n) < right).double()[None]
@@ -86,9 +86,7 @@ def test_an_interval_above_a_bound_begins_there():
     [(1.0, (4, 4), 5), (0.9, (1.0, 2.4), 5), (0.5, (10, 7), 3), (0.0, (2, 3), 2)],
 )
 def test_an_auroc_has_the_interval_of_newcombe(mean, counts, folds):
-    """Both ends solve his equation, with the variance of Hanley and McNeil written out by its
-    parts.
-    """
+    """Both ends solve Newcombe's equation, with the variance of Hanley and McNeil."""
     optimize = pytest.importorskip("scipy.optimize")
     a, b = map(float, counts)
     values = torch.full((1, folds), mean, dtype=torch.float64)
@@ -118,7 +116,7 @@ def test_an_auroc_of_few_texts_has_no_interval_and_parts_keep_its_kind():
 
 
 def of_copies(sizes, seed=0):
-    """Values [3, text], and the number of each example's text, in a random order."""
+    """Return values [3, text], and the number of the text of each example, in a random order."""
     groups = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
     return torch.randn(3, len(sizes)).double(), groups.tolist()
 
@@ -147,7 +145,9 @@ def test_copies_do_not_change_an_interval(kind, times):
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 4), (7, 2, 1, 3, 3, 1), (20, *[1] * 11)])
 def test_unequal_copies_have_the_error_of_the_jackknife(sizes):
-    """The jackknife leaves out one text at a time, and the skewness follows the formula."""
+    """The standard error equals the jackknife, which leaves out one text at a time with all
+    copies.
+    """
     stats = pytest.importorskip("scipy.stats")
     values, groups = of_copies(sizes)
     result = Result(values[:, groups], ("head", "example"), groups=tuple(groups))
@@ -164,7 +164,7 @@ def test_unequal_copies_have_the_error_of_the_jackknife(sizes):
             assert float(end) == pytest.approx(mean + sign * t * error, rel=1e-6)
     right = torch.tensor([[1.0] + [0.0] * (texts - 1)])[:, groups]
     share = Result(right, ("head", "example"), bounds=(0.0, 1.0), groups=tuple(groups))
-    # Wilson's interval, with the effective number of texts (Kish).
+    # Wilson's interval, with the effective number of texts by Kish's formula.
     sure, p, z = n**2 / sum(size**2 for size in sizes), sizes[0] / n, stats.norm.ppf(0.975)
     middle, half = (p + z**2 / sure / 2), z * math.sqrt(p * (1 - p) / sure + z**2 / 4 / sure**2)
     ends = [(middle + sign * half) / (1 + z**2 / sure) for sign in (-1, 1)]
@@ -180,7 +180,7 @@ def test_parts_and_differences_know_which_examples_are_copies():
     assert result.select(head=1).groups == result.normalized().groups == same
     assert result.sum("head").groups == (result - replace(result, groups=None)).groups == same
     assert result.normalized().select(example=rows).groups == tuple(groups[row] for row in rows)
-    one = replace(result, groups=(4,) * 8)  # all of one text
+    one = replace(result, groups=(4,) * 8)  # all examples are copies of one text
     assert all(end.isnan().all() for end in one.interval())
     with pytest.raises(ValueError, match="groups .*8; got 3"):
         replace(result, groups=(0, 1, 2))
@@ -229,7 +229,7 @@ def test_nothing_is_divided_where_base_and_target_agree(result):
     same = replace(result, target=result.base)
     with pytest.warns(UserWarning, match="13 of 13"), pytest.raises(ValueError, match="example"):
         same.normalized(per_example=True)
-    # One half up, one half down: each example differs, the means agree.
+    # The differences of the examples are 1 and -1, so their mean is 0.
     target = result.base + torch.tensor([1.0] * 6 + [-1.0] * 6 + [0.0])
     with pytest.warns(UserWarning, match="agree"):
         same = replace(result, target=target).normalized()
@@ -271,7 +271,7 @@ def test_the_top_places_are_largest_in_absolute_value(result):
     assert (top[0].low, top[0].high) == pytest.approx([e[1, 1].item() for e in result.interval()])
     assert [place.where["head"] for place in top[1:]] == [0, 0]
     assert abs(top[1].effect) >= abs(top[2].effect)
-    assert result.top(6)[5].where == {"layer": 4, "head": 1}  # NaN comes last
+    assert result.top(6)[5].where == {"layer": 4, "head": 1}  # its effect is NaN, which comes last
     assert len(result.top(100)) == 6
     assert repr(top).splitlines()[0].startswith("layer 5, head 1  -8.4  [-8.")
     assert result.select(layer=5, head=1).top()[0].where == {}
@@ -303,7 +303,8 @@ def test_plots(result):
     pytest.importorskip("matplotlib", reason="needs the extra plots")
     axes, bar = result.plot().axes
     np.testing.assert_allclose(axes.images[0].get_array(), result.mean())
-    # Colours reach the difference of the runs, and have no range below 0 for what is never below.
+    # The scale of colours ends at the difference of the runs. If no effect is negative, it begins
+    # at 0.
     whole = (result.target - result.base).mean().abs()
     tiny = replace(result, values=result.values * 1e-3)
     shares = replace(result.normalized(), values=result.values.abs() * 1e-3)
@@ -406,7 +407,10 @@ def test_a_folder_may_have_dots_and_a_file_no_suffix(result, tmp_path):
 
 
 def test_json_has_no_number_that_is_not_finite(tmp_path):
-    """Labels, facts and values; a file of this package keeps them as they are."""
+    """In JSON, labels, facts and values that are not finite become null.
+
+    Other files of this package keep them.
+    """
     values = torch.tensor([[math.nan, 1.0, 2.0], [math.inf, 0.5, 1.5]])
     about = {"scale": math.inf, "nested": [{"low": -math.inf}], "n": 3}
     labels = {"factor": [math.inf, 0.5]}
@@ -474,12 +478,10 @@ def test_labels_by_pattern():
     )
     assert result.select(node="a*.h1").labels["node"] == ("a0.h1", "a1.h1")
     assert torch.equal(result.select(node="a*.h1").values, values[[1, 4]])
-    assert result.select(node="m?").axes == (
-        "node",
-        "example",
-    )  # a single match also keeps the axis
+    # A pattern keeps the axis, also if it matches only one label.
+    assert result.select(node="m?").axes == ("node", "example")
     assert result.select(node=["m0", "a0*"]).labels["node"] == ("m0", "a0.h1", "a0.h12")
-    # A label or a word may contain such a character.
+    # If a label or a word contains `?` or `*`, the same text selects it exactly.
     assert result.select(node="what?").axes == ("example",)
     assert result.select(node="*").about["node"] == "a1.h1"
     with pytest.raises(ValueError, match=r"match.*'x\*'"):

@@ -133,7 +133,7 @@ def test_memory_stays_within_its_bound():
     for bound in (200_000, 700_000):
         with PeakBytes() as memory:
             logits = run_circuit(model, pairs, [], max_bytes=bound)
-        # The result, computed in parts and at once.
+        # The memory beyond the logits, which exist twice: in parts and joined.
         assert memory.peak - 2 * logits.nbytes < bound
 
 

@@ -79,7 +79,7 @@ def test_runs_are_refused_without_their_texts():
 def test_effects_that_are_no_numbers_are_told():
     def broken():
         runs = itertools.count()
-        # A number in the unedited run alone.
+        # The metric is a number only in the first run, which is unedited.
         return lambda logits: logits[:, -1, 3] * (torch.nan if next(runs) else 1.0)
 
     given = made(), Pairs(CLEAN, metric=broken()), [{"embed": edits.zero()}]
@@ -92,8 +92,9 @@ def test_effects_that_are_no_numbers_are_told():
 
 @pytest.fixture
 def recurrent():
-    """A model of `transformers` without attention, which runs only without a cache, and a twin that
-    is not attached.
+    """An attached model without attention, and a copy that is not attached.
+
+    The model runs only with `use_cache=False`.
     """
     attachable = pytest.importorskip("tests.attachable")
     models = pytest.importorskip("models")
@@ -102,7 +103,7 @@ def recurrent():
     model = attachable.made("jamba", config=config)
     twin = copy.deepcopy(model)
     with pytest.raises(ValueError, match="LinearAttention"):
-        twin(CLEAN + 3)  # otherwise the tests below show nothing
+        twin(CLEAN + 3)  # with a cache, the model itself fails
     with models.attach(model):
         yield types.SimpleNamespace(model=model, twin=twin)
 

@@ -1,5 +1,5 @@
-"""Sweeps and activation patching against PyTorch's own hooks: one whole run of the model for each
-edit.
+"""Sweeps and activation patching, compared with a whole run for each edit with PyTorch's own
+hooks.
 """
 
 import contextlib
@@ -42,7 +42,9 @@ def last_real(mask):
 
 
 def measured(logits, mask):
-    """The metric by hand: logits of two tokens at each row's last real position."""
+    """Return the metric by hand: the difference of two logits at the last real token of each
+    text.
+    """
     rows = torch.arange(BATCH)
     last = logits[rows, last_real(mask)]
     return last[rows, RIGHT] - last[rows, WRONG]
@@ -50,7 +52,9 @@ def measured(logits, mask):
 
 @torch.no_grad()
 def brute(model, tokens, changes, mask=None):
-    """The metric of one run in which PyTorch's own hooks change the values of modules, by name."""
+    """Return the metric of a whole run in which PyTorch's own hooks change the outputs of
+    modules.
+    """
     with contextlib.ExitStack() as stack:
         for name, change in changes:
             hook = model.get_submodule(name).register_forward_hook(
@@ -155,7 +159,7 @@ def alone(model, tokens, hooks, metric=measured, mask=None):
 
 
 def random_edit(draw, caches):
-    """A random selector and edit, from anywhere in the model."""
+    """Return a random selector and a random edit for it."""
     layer, cache = draw.randrange(2), caches[draw.randrange(2)]
     pos = draw.choice(
         [{}, {"pos": draw.randrange(-4, 0)}, {"pos": slice(draw.randrange(POS), None)}]
@@ -202,7 +206,8 @@ def test_random_sweeps_equal_whole_runs(seed):
     form, metric = draw.choice(FORMS), draw.choice(list(METRICS))
     model, tokens = variant(form), some_tokens(seed)
     runner = HookedRunner(model)
-    # A metric of fixed columns may read padding, which a resumed run also computes.
+    # A metric of fixed columns may read padding, whose logits may differ in a resumed run. So use
+    # padding only with the metric of the last token.
     mask = MASKS[draw.choice(list(MASKS))] if metric == "last" else None
     caches = [runner.run_with_cache(some_tokens(n), **masked(mask))[1] for n in (8, 9)]
     entries = [
@@ -335,7 +340,7 @@ def test_spans_connect_texts_of_different_lengths(direction):
 
 
 def same(model, tokens, entries, metric=METRIC, **options):
-    """Whether a sweep equals one run for each edit."""
+    """Check that a sweep equals a separate run for each edit."""
     found = sweep(model, tokens, entries, metric, **options)
     read = measured if metric is METRIC else lambda logits, mask: metric(logits)
     base = alone(model, tokens, {}, read)
@@ -469,7 +474,7 @@ def test_float32_agrees_to_the_stated_tolerance():
 
 
 class Bag(nn.Module):
-    """A model without steps: a mean of embeddings, in blocks that return tuples."""
+    """A model that cannot be resumed in the middle. Its blocks are LSTMs, which return tuples."""
 
     def __init__(self):
         super().__init__()
@@ -497,8 +502,8 @@ def test_models_without_steps_share_whole_runs(budget):
 
 
 class Outliers(nn.Module):
-    """A map that keeps columns exact if any row has a value above a threshold there, as
-    bitsandbytes does in 8 bits.
+    """A map like the 8-bit maps of bitsandbytes. It rounds its input, except in columns in which
+    any row has a value above a threshold.
     """
 
     def __init__(self, inner):
@@ -521,9 +526,9 @@ def test_maps_that_find_outliers_in_all_rows_run_each_edit_alone():
 
 
 class TimeMajor(nn.Module):
-    """A model whose values have time as the first axis.
+    """A model whose values have the positions as the first axis.
 
-    Its points declare this, or declare nothing.
+    Its points declare this order of axes, or declare no axes.
     """
 
     def __init__(self, kind):
@@ -535,7 +540,7 @@ class TimeMajor(nn.Module):
         self.out = HookPoint("pos batch d_model") if kind == "declared" else nn.Identity()
 
     def forward(self, tokens):
-        places = self.positions(torch.arange(tokens.shape[1]))  # [pos, d_model], as nanoGPT's wpe
+        places = self.positions(torch.arange(tokens.shape[1]))  # [pos, d_model], like in nanoGPT
         x = (self.embedding(tokens) + places).transpose(0, 1)
         x = self.inner(x)
         return self.head(self.out(x[0] if isinstance(x, tuple) else x).transpose(0, 1))
@@ -545,7 +550,9 @@ class TimeMajor(nn.Module):
 @pytest.mark.parametrize("kind", ["gru", "encoder", "declared"])
 @pytest.mark.parametrize(("size", "pos", "runs"), [(2, 10, 5), (5, 10, 2), (6, 6, 3)])
 def test_rows_are_told_from_times_of_their_number(kind, size, pos, runs):
-    """Some numbers of runs times texts are the number of positions."""
+    """The sweep must find the axis of the batch, also if the number of runs times the number of
+    texts equals the number of positions.
+    """
     model, tokens, read = TimeMajor(kind).double().eval(), some_tokens(1, (size, pos)), log_prob(3)
     second = torch.tensor([1])
     for name in ("inner", "positions", "out"):
@@ -658,7 +665,7 @@ def test_sweeps_refuse_what_gives_no_number():
     for wrong in ({"unused": edits.zero()}, {"embed": edits.replace(torch.zeros(4, POS, 10))}):
         with pytest.raises((NeverFiredError, EditError)):
             sweep(model, tokens, [*HEADS_OFF, wrong], lambda logits: measured.append(1))
-    assert not measured  # before long work
+    assert not measured  # the errors come before any edited run
 
 
 def test_effects_say_what_was_edited():

@@ -1,4 +1,4 @@
-"""Random matrices in double precision, and a comparison with numpy's."""
+"""Random matrices in float64, and a comparison with arrays of numpy."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""A factored product, compared with numpy on the full product."""
+"""Factored matrices, compared with numpy on the full product."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from tests.interp.spectral.drawn import close, randn
 
 
 def factored(rows, inner, columns, batch=(2, 3), seed=0):
-    """A product, and the same formed by numpy."""
+    """Return a random factored matrix, and its product, computed by numpy."""
     left, right = (
         randn(*batch, rows, inner, seed=seed),
         randn(*batch, inner, columns, seed=seed + 1),
@@ -39,7 +39,8 @@ def test_eigenvalues_and_trace_are_those_of_the_formed_product(inner):
     found = matrix.eigenvalues().numpy()
     assert found.shape == (2, 3, min(7, inner))
     assert (np.diff(abs(found)) <= 1e-12).all()
-    # A set of complex numbers is determined by the sums of their powers.
+    # Compare the sums of powers of the eigenvalues with traces of powers of the matrix. These sums
+    # determine the eigenvalues.
     power = np.broadcast_to(np.eye(7), formed.shape)
     for k in range(1, 8):
         power = power @ formed
@@ -98,7 +99,9 @@ def one(at):
     ],
 )
 def test_slices_are_those_of_the_formed_product(index, same):
-    """A selection of one row or column keeps the axis."""
+    """A slice of a factored matrix equals the slice of the product. A single row or column keeps
+    its axis.
+    """
     matrix, formed = factored(11, 5, 7)
     close(matrix[index].form(), torch.from_numpy(formed)[same])
 
@@ -125,7 +128,9 @@ def test_top_entries_are_found_a_few_rows_at_a_time(largest, at_once, k, monkeyp
 
 
 def test_a_sum_that_nearly_cancels_keeps_its_digits():
-    """The squares of a difference of 1e-9 would be lost among squares of ones."""
+    """The entries of the product are differences of about 1e-9. A norm that is computed from
+    squares of the factors, which are about 1, would lose them.
+    """
     left, right = torch.ones(7, 2).double(), torch.ones(2, 5).double()
     right[1] = -1 + 2.0**-30
     assert FactoredMatrix(left, right).norm() * 2**30 == pytest.approx(35**0.5, rel=1e-5)
@@ -149,7 +154,7 @@ def test_bad_products_are_refused(unchecked):
 
 
 def test_numbers_that_are_not_finite_are_refused():
-    """The library below would end the process."""
+    """Without this error, the linear algebra library would end the process."""
     matrix = FactoredMatrix(randn(3, 5), randn(5, 3) / 0)
     for asked in (matrix.svd, matrix.eigenvalues, lambda: matrix.top(1)):
         with pytest.raises(ValueError, match="right must be finite"):

@@ -1,4 +1,4 @@
-"""Overlaps of subspaces, and parts of vectors within them, against numpy."""
+"""Overlaps of subspaces, and projections of vectors on them, compared with numpy."""
 
 import numpy as np
 import pytest

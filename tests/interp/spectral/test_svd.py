@@ -1,5 +1,5 @@
-"""SVD targets against the forward pass written out, and measures against numpy and
-known spectra.
+"""SVD targets, compared with the steps of the forward pass; measures, compared with numpy and known
+spectra.
 """
 
 import dataclasses
@@ -34,13 +34,13 @@ def orthonormal(rows, columns, seed=0):
 
 
 def with_spectrum(values, rows, columns, seed=0):
-    """A matrix with these singular values, and its singular vectors."""
+    """Return a matrix with these singular values, and its singular vectors."""
     u, v = orthonormal(rows, len(values), seed), orthonormal(columns, len(values), seed + 1)
     return u * torch.tensor(values, dtype=torch.float64) @ v.T, u, v
 
 
 def small(**changes):
-    """A model with weights large enough to matter, biases included."""
+    """Return a model with large random weights and biases."""
     from models import Transformer, TransformerConfig
 
     sizes = dict(vocab_size=23, n_ctx=17, n_layers=3, n_heads=6, d_head=5, d_model=10, d_mlp=13)
@@ -52,7 +52,10 @@ def small(**changes):
 
 
 def falling(fall, count):
-    """Matrices [count, 90, 71] whose singular values fall by a power law; None for noise."""
+    """Return matrices [count, 90, 71] whose singular values fall by a power law.
+
+    With None, the matrices are noise.
+    """
     if fall is None:
         return randn(count, 90, 71)
     values = [n**-fall for n in range(1, 72)]
@@ -75,9 +78,9 @@ def targets_of(model, tokens, **options):
 
 @pytest.mark.parametrize("options", [{"mode": "svd_targets"}, {"mode": "full", "lazy": True}])
 def test_targets_are_the_documents(model, tokens, options):
-    """Each from the block's own steps, in the document's notation:
+    """The targets equal the definitions in the document, computed from the weights of each block.
 
-    A, V, W_o and the mask of zeros.
+    A is the pattern, V are the values, and scores of later keys are set to 0.
     """
     targets = svd_targets(model, run_with_cache(model, tokens, **options)[1])
     later = torch.ones(7, 7, dtype=torch.bool).triu(1)
@@ -89,8 +92,8 @@ def test_targets_are_the_documents(model, tokens, options):
             q, k, v = block.attn.qkv(block.ln1(resid)).view(4, 7, 3, 2, 5).permute(2, 0, 3, 1, 4)
             products = q @ k.mT / math.sqrt(5)
             pattern = products.masked_fill(later, -math.inf).softmax(-1)
-            w_o = block.attn.output.weight.T.view(2, 5, 10)  # from [d_model, head * d_head]
-            w_v = block.attn.qkv.weight[20:].view(2, 5, 10)  # after queries and keys
+            w_o = block.attn.output.weight.T.view(2, 5, 10)  # weight: [d_model, head * d_head]
+            w_v = block.attn.qkv.weight[20:].view(2, 5, 10)  # the first 20 rows: queries and keys
             of_layer = products.masked_fill(later, 0.0), pattern, v, pattern @ v @ w_o, w_v.mT @ w_o
             for values, value in zip(found.values(), of_layer, strict=True):
                 values.append(value)
@@ -212,7 +215,7 @@ def test_rank_is_numpys_and_a_batch_is_sliced():
     several = torch.stack([matrix, torch.zeros(11, 7, dtype=torch.float64), randn(11, 7)])[None]
     whole = svd(several)
     assert whole.rank.tolist() == np.linalg.matrix_rank(several.numpy()).tolist()
-    # In float32, the matrix contains rounding of about 1e-7, which float64 shows.
+    # The matrix in float32 contains rounding of about 1e-7. It must not count for the rank.
     assert svd(matrix.float()).rank == 3
     part = whole[0, 1:]
     assert (part.u.shape, part.s.shape, part.vh.shape) == ((2, 11, 7), (2, 7), (2, 7, 7))
@@ -228,8 +231,10 @@ def test_targets_are_decomposed_by_name(model, tokens):
     assert list(found) == list(top) == ["qkt", "wvwo", "avwo"]
     for name, one in found.items():
         expected = np.linalg.svd(formed(targets, name).double().numpy(), compute_uv=False)
-        at_most = 5 if name == "wvwo" else None  # the map of one head has at most d_head dimensions
-        rounding = 1e-6 if name == "wvwo" else 1e-12  # of the product in float32
+        # WvWo of one head has at most d_head singular values that are not 0.
+        at_most = 5 if name == "wvwo" else None
+        # The expected product of WvWo was rounded to float32.
+        rounding = 1e-6 if name == "wvwo" else 1e-12
         np.testing.assert_allclose(one.s, expected[..., :at_most], atol=rounding)
         np.testing.assert_allclose(top[name].s, expected[..., :2], rtol=1e-6, atol=1e-9)
         rebuilt = one.u * one.s[..., None, :] @ one.vh
@@ -278,7 +283,7 @@ def test_randomized_svd_is_within_its_stated_error(k, fall):
     true = np.linalg.svd(matrices.numpy(), compute_uv=False)
     for p, q in ((10, 4), (2, 0), (5, 1)):
         found = randomized_svd(matrices, k, oversample=p, iterations=q, seed=3)
-        # Corollary 10.10, written from the paper.
+        # The bound of Corollary 10.10 in Halko et al. 2011.
         factor = 1 + math.sqrt(k / (p - 1)) + math.e * math.sqrt(k + p) / p * math.sqrt(71 - k)
         bound = factor ** (1 / (2 * q + 1)) * true[:, k]
         short = true[:, :k] - found.s.numpy()
@@ -326,13 +331,13 @@ def test_randomized_svd_of_a_small_matrix_is_the_full_one():
 
 def test_measures_by_hand():
     s = torch.tensor([[4.0, 2.0, 2.0], [3.0, 3.0, 3.0], [5.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
-    # Shares 1/2, 1/4, 1/4: entropy 1.5 bits, 2**1.5.
+    # The shares 1/2, 1/4 and 1/4 have an entropy of 1.5 bits, so the effective rank is 2**1.5.
     np.testing.assert_allclose(effective_rank(s), [2**1.5, 3, 1, 0], atol=1e-12)
     np.testing.assert_allclose(stable_rank(s), [1.5, 3, 1, 0], atol=1e-12)
     assert spectral_gap(s).tolist() == [2, 0, 5, 0]
     assert spectral_gap(s, at=3).tolist() == [2, 3, 0, 0]
     assert condition_number(s).tolist() == [2, 1, math.inf, math.inf]
-    # Without unit: the same for any scale, however small or large.
+    # The measures have no unit: they are the same for any scale of the matrix.
     matrices = randn(5, 9, 7)
     s = svd(matrices).s
     for scale in (1e-170, 1e170, 1e307):
@@ -345,7 +350,7 @@ def test_measures_by_hand():
 
 
 def planes(angles, dim=11, seed=4):
-    """Two bases, not orthonormal, of spaces with these principal angles."""
+    """Return bases of two subspaces with these principal angles. They are not orthonormal."""
     frame, count = orthonormal(dim, 2 * len(angles), seed), len(angles)
     turn = torch.tensor(angles, dtype=torch.float64)
     a = frame[:, :count]
@@ -380,7 +385,10 @@ def test_bases_are_checked():
 
 
 def turned(angle, k, rows=9, columns=7):
-    """A matrix, and one whose right vector number k is turned by `angle` out of the top space."""
+    """Return a matrix, and the matrix with its right singular vector k turned by an angle.
+
+    The vector turns out of the space of all singular vectors.
+    """
     values = [5.0, 3.0, 2.0, 1.0]
     u, frame = orthonormal(rows, 4), orthonormal(columns, 5, seed=6)
     v = frame[:, :4].clone()
@@ -415,13 +423,15 @@ def test_drift_compares_consecutive_steps():
 
 
 def test_repeated_singular_values_leave_no_direction():
-    """Three values with the first two equal: the plane is defined, its vectors are not."""
+    """If the first two of three singular values are equal, the plane of their vectors is defined,
+    but the single vectors are not.
+    """
     matrix, _, _ = with_spectrum([2.0, 2.0, 1.0], 9, 7)
     one = svd(torch.stack([matrix, 3 * matrix]))
     assert subspace_angles(one, one, 1).isnan().all()
     np.testing.assert_allclose(subspace_angles(one, one, 2), 0, atol=1e-12)
     assert alignment(one, one, 3).isnan().tolist() == [[True, True, False]] * 2
-    # Equal in exact arithmetic, rounded to float32: still equal up to the tolerance.
+    # After rounding to float32, the two values are still equal up to the tolerance.
     rounded = svd(matrix.float())
     assert subspace_angles(rounded, rounded, 1).isnan().all()
 
@@ -437,7 +447,9 @@ def test_a_zero_matrix_has_no_subspace():
 
 
 def test_a_truncated_decomposition_knows_what_follows():
-    """Value 3 equals value 4, which the decomposition of the top 3 has left out."""
+    """The third singular value equals the fourth, which a decomposition of the top 3 leaves out. So
+    the third vector is not defined.
+    """
     matrix, _, _ = with_spectrum([4.0, 3.0, 2.0, 2.0, 1.0], 40, 37)
     top = randomized_svd(matrix, 3)
     assert alignment(top, svd(matrix), 3).isnan().tolist() == [False, False, True]

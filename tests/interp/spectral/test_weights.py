@@ -1,6 +1,4 @@
-"""Circuits of heads from weights, compared with values of the model, numpy, and heads
-made by hand.
-"""
+"""Circuits of heads from weights, compared with values of runs, numpy, and heads made by hand."""
 
 import copy
 import itertools
@@ -38,7 +36,7 @@ from tests.reference import (
 )
 from tests.shipped import pydoc
 
-# Circuits leave biases out.
+# The circuits of weights do not contain biases, so compare them with models without biases.
 UNBIASED = dict(qkv_bias=False, out_bias=False)
 KINDS = [
     *("pre", "output", "sandwich", "parallel", "attention only sandwich", "grouped", "rmsnorm"),
@@ -60,7 +58,7 @@ def close(found, wanted, tolerance=1e-9):
 def unbiased(kind, **changes):
     own = VARIANTS[kind]
     has_bias = own.get("norm", "layernorm") == "layernorm" and own.get("norm_learned", True)
-    # Norms of queries and keys then divide by the root of it.
+    # With this eps, norms of queries and keys divide by the constant sqrt(eps).
     eps = dict(norm_eps=1e9) if "qk_norm" in own else {}
     return variant(kind, **UNBIASED | eps | dict(norm_bias=not has_bias), **changes)
 
@@ -150,7 +148,11 @@ def test_full_circuits_and_copying_are_numpys_products_of_all_their_parts(change
 
 @pytest.mark.parametrize("kind", ["pre", "output", "no norm", "like llama", "unembed bias"])
 def test_token_directions_give_the_logits(kind):
-    """Up to the bias of the final norm, the unembedding's and a number for all tokens."""
+    """The product of the normalised stream and the directions equals the logits.
+
+    The biases of the final norm and of the unembedding are 0, and a number that is added to the
+    logits of all tokens does not matter.
+    """
     model, tokens = variant(kind), torch.tensor([[3, 11], [0, 22]])
     for bias in (getattr(model.ln_final, "bias", None), model.unembedding.bias):
         _ = bias is None or bias.data.zero_()
@@ -184,7 +186,7 @@ def test_a_rotated_circuit_needs_a_distance_within_the_context():
 
 
 class SimpleModel(nn.Module):
-    """A model whose weights have no names."""
+    """A model without views of weights such as `W_Q`."""
 
     config = SimpleNamespace(n_heads=1, vocab_size=11)
     blocks = nn.ModuleList()
@@ -244,7 +246,7 @@ def test_random_heads_have_the_baseline():
 
 
 def planted():
-    """A model without norms whose weights are all zero."""
+    """Return a model without norms. All weights are zero."""
     sizes = dict(vocab_size=7, n_ctx=13, n_layers=2, n_heads=2, d_head=7, d_model=20, d_mlp=3)
     model = Transformer(TransformerConfig(**sizes, norm="none", tied_unembed=False))
     with torch.no_grad():
@@ -263,7 +265,9 @@ def test_a_head_that_reads_what_another_writes_composes_with_it():
     found = {kind: composition_scores(model, kind).values[0, :, 1, 0, 0] for kind in "QK"}
     close(found["Q"], [1 / 7**0.5, 0])
     close(found["K"], [0, 1 / 7**0.5])
-    assert composition_scores(model, "K").values[0, 0, 1, 1].isnan()  # that head is zero
+    assert (
+        composition_scores(model, "K").values[0, 0, 1, 1].isnan()
+    )  # the weights of this head are 0
 
 
 def test_what_is_not_a_kind_is_refused(model, unchecked):
@@ -288,9 +292,11 @@ def test_a_head_that_copies_scores_one():
         attention = model.blocks[layer].attn
         attention.W_V[:] = eye[:, :7]
         attention.W_O[0] = outputs @ eye.roll(7, 1)
-        attention.W_O[1] = outputs.roll(1, 0) @ eye.roll(7, 1)  # the token after it, modulo 7
+        # Head 1 writes the next token modulo 7 instead of a copy.
+        attention.W_O[1] = outputs.roll(1, 0) @ eye.roll(7, 1)
         close(copying_scores(model, fold=False).values[layer, :, 0], [score, 0])
-    # Folded, logits have mean 0: what is added to all of them does not count.
+    # With folded weights, logits have the mean 0, so a number that is added to all logits does not
+    # matter.
     model.W_U[:] += torch.arange(20.0)[:, None]
     close(copying_scores(model).values[0, 0], [1])
 
@@ -359,7 +365,8 @@ def test_singular_directions_are_read_out_at_both_ends(circuit):
     close(found.s, s[:3])
     for k in range(3):
         read, written = embedding @ u[:, k], vh[k] @ out
-        sign = np.sign(read[found.read[k, 0, 0]])  # both signs of a pair of vectors are right
+        # A pair of singular vectors may have either sign.
+        sign = np.sign(read[found.read[k, 0, 0]])
         for tokens, scores, products in [
             (found.read[k], found.read_scores[k], sign * read),
             (found.written[k], found.written_scores[k], sign * written),

@@ -1,5 +1,6 @@
-"""Data sets in Arrow: files of SAELens can be read, and SAELens can read our files
-(`tests/stores/make_cached.py`).
+"""Data sets in Arrow: this package reads SAELens' files, and SAELens can read ours.
+
+`tests/stores/make_cached.py` made the files of SAELens.
 """
 
 import itertools
@@ -35,8 +36,9 @@ def test_a_data_set_of_saelens_is_read(tmp_path):
 
 
 def test_what_is_written_is_what_saelens_reads(tmp_path):
-    """Read with `datasets`, as SAELens' ActivationsStore does: columns by name, of shape [context,
-    d_in].
+    """The files are read with the library `datasets`, like SAELens' ActivationsStore reads them.
+
+    The columns have the names of points, and values of the shape [context, d_in].
     """
     model = variant("pre", n_layers=2, n_heads=3)
     draw = np.random.default_rng(0)

@@ -1,5 +1,6 @@
-"""Corpora: files, tables and arrays are the same texts, cut, packed and left out as asked; stores
-in object stores.
+"""Sources of texts: files, tables and arrays give the same texts.
+
+Texts are cut, joined or left out as options say. Stores may be in object stores.
 """
 
 import gzip
@@ -23,7 +24,7 @@ LINES = ["part one", "", "def f(x):", "part KV8 is sold out"]
 
 
 def files_of(folder):
-    """The same texts, in each form."""
+    """Write the same texts to files of each format."""
     (folder / "a.txt").write_text("\n".join(LINES) + "\n", encoding="utf-8")
     rows = "".join(json.dumps({"id": n, "text": line}) + "\n" for n, line in enumerate(LINES))
     (folder / "b.jsonl").write_text(rows)
@@ -121,7 +122,8 @@ def test_packed_texts_are_read_one_after_another(tmp_path):
     texts = [[1, 2, 3, 4], [5], [], [6, 7, 8, 9, 10], [11, 12]]
     name = "blocks.1.mlp_out"
     store = harvest(model, texts, name, tmp_path, context=5, pack=True, per_file=4, batch=2)
-    joined = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12]]  # a file begins anew
+    # Texts of different files are not joined.
+    joined = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12]]
     held = [store.file(n) for n in range(2)]
     assert [*store.texts()] == texts
     at = {
@@ -133,7 +135,7 @@ def test_packed_texts_are_read_one_after_another(tmp_path):
     runs = [HookedRunner(model).run_with_cache(torch.tensor([row]))[1][name][0] for row in joined]
     values = torch.cat([file[name] for file in held])
     torch.testing.assert_close(values, torch.cat(runs), atol=1e-12, rtol=0)
-    only = store.rows(1, 0)  # where the model read it at position 4
+    only = store.rows(1, 0)  # the model read this token at position 4 of a joined text
     assert (only["tokens"].tolist(), only["pos"].tolist()) == ([5], [4])
 
 
@@ -188,7 +190,8 @@ def test_pooled_rows_are_of_whole_pieces(pool, tmp_path):
     whole = harvest(model, texts, name, tmp_path / "whole", **options).file(0)
     store = harvest(model, texts, name, tmp_path / "pooled", pool=pool, without=[0], **options)
     held, function = store.file(0), {"mean": torch.mean, "max": torch.amax}[pool]
-    pieces = [[1, 2], [5], [7, 8, 9, 10], [11, 12]]  # rows of the whole; text 1 contains only BOS
+    # The rows of each context in the whole store. Text 1 contains only BOS, so it has no rows.
+    pieces = [[1, 2], [5], [7, 8, 9, 10], [11, 12]]
     expected = torch.stack([function(whole[name][rows], 0) for rows in pieces])
     torch.testing.assert_close(held[name], expected)
     assert held["text"].tolist() == [0, 2, 3, 3]
@@ -262,7 +265,10 @@ def test_models_may_come_by_a_function(tmp_path):
 
 
 def test_a_listing_that_is_kept_is_not_trusted(monkeypatch):
-    """Object stores keep listings, while other jobs write."""
+    """File systems of object stores keep old listings of folders, although other jobs have written.
+
+    The store must ask for a new listing.
+    """
     kept, system = {}, type(fsspec.filesystem("memory"))
     listed = system.ls
     monkeypatch.setattr(

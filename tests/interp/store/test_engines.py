@@ -23,7 +23,7 @@ TEXTS = [f"part {n} of the list, and more of it " * (1 + n % 5) for n in range(2
 
 
 def working():
-    """The processes of Ray's workers that do a job, as Ray names them."""
+    """Return the numbers of the processes in which workers of Ray run a job."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -46,7 +46,7 @@ def kill_one(out, killed):
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("default")  # Ray's own
+@pytest.mark.filterwarnings("default")  # Ray gives warnings
 def test_a_cluster_writes_what_one_process_writes(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     ray = pytest.importorskip("ray", reason="needs the extra ray")
@@ -57,7 +57,7 @@ def test_a_cluster_writes_what_one_process_writes(tmp_path, monkeypatch):
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         killer.start()
-        # A third worker has no room, and the others do its jobs.
+        # There are only two cores. The third worker does not start, and the others do its jobs.
         store = harvest(
             partial(load, "pydoc-4l"), corpus, NAME, out, per_file=4, engine=Ray(workers=3)
         )

@@ -17,13 +17,13 @@ NAME = "blocks.1.mlp.post"
 
 def model_and_texts(count=23):
     draw = np.random.default_rng(0)
-    # No two begin alike, so no two rows are equal.
+    # Each text begins with another token, so no two rows are equal.
     texts = [[n, *draw.integers(0, 23, draw.integers(0, 8)).tolist()] for n in range(count)]
     return variant("pre", n_layers=2, n_heads=3).double(), texts
 
 
 def rows_of(model, texts, name=NAME):
-    """Return all rows from the runner alone, with their places."""
+    """Return all rows from a run of each text, with the text and the position of each row."""
     caches = [HookedRunner(model).run_with_cache(torch.tensor([text]))[1] for text in texts]
     places = [(n, pos) for n, text in enumerate(texts) for pos in range(len(text))]
     return np.concatenate([cache[name][0].numpy() for cache in caches]), np.array(places)
@@ -48,7 +48,7 @@ def test_they_are_those_of_numpy(tmp_path):
         np.testing.assert_allclose(one.top_values, -np.sort(-rows, axis=0)[:3], **close)
         order = np.argsort(-rows, axis=0, kind="stable")[:3]
         assert one.top_places.tolist() == places[order].tolist()
-        # The sample has room for all, so these are exact.
+        # The sample contains all values, so quantiles are exact.
         assert one.rank_error == 0
         shares = [0.0, 0.3, 0.5, 1.0]
         np.testing.assert_allclose(
@@ -81,7 +81,9 @@ def test_parts_are_put_together_in_any_order(tmp_path):
 
 
 def test_the_sample_is_uniform():
-    """Over seeds, all rows are drawn equally often, and the error of quantiles is as stated."""
+    """With many seeds, all rows are drawn equally often, and quantiles have the error that is
+    stated.
+    """
     n, room = 400, 50
     values, text = torch.arange(n)[:, None].double(), torch.arange(n) // 7
     pos = torch.arange(n) % 7

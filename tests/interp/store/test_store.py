@@ -1,4 +1,7 @@
-"""Stores: values equal each text alone. Files do not depend on the number of jobs or on kills."""
+"""Stores: their values equal runs of each text alone.
+
+Their files do not depend on the number of jobs, or on jobs that were killed.
+"""
 
 import errno
 import json
@@ -41,9 +44,7 @@ def made(model, texts, out, **options):
 
 
 def contents(folder):
-    """What is in each complete file: its metadata, whose order in the file means nothing, and the
-    bytes of each tensor.
-    """
+    """Return the content of each complete file: its metadata, and the bytes of each tensor."""
     found = {}
     for path in Path(folder).glob("values-*.safetensors"):
         with safetensors.safe_open(path, framework="np") as file:
@@ -63,7 +64,7 @@ def test_values_are_those_of_each_text_alone(causal, tmp_path):
     ]
     assert repr(store) == f"Activations of 3 points, {sum(map(len, texts))} rows of 23 texts"
     alone = [HookedRunner(model).run_with_cache(torch.tensor([text]))[1] for text in texts]
-    # Read by a library that does not know this package.
+    # Read the files with a library that does not know this package.
     files = [safetensors.numpy.load_file(path) for path in sorted(tmp_path.glob("values-*"))]
     for name in NAMES:
         expected = np.concatenate([cache[name][0].numpy() for cache in alone])
@@ -122,8 +123,8 @@ def test_what_is_missing_or_damaged_is_made_again_and_nothing_else(tmp_path):
 
 
 def test_two_processes_may_do_the_same_job(tmp_path, monkeypatch):
-    """Two processes of a split model: one ends and cleans up while the other writes its
-    last file.
+    """Two processes of a split model do the same job. One of them ends and removes partial files
+    while the other one writes its last file.
     """
     model, texts = model_and_texts()
     whole = made(model, texts, tmp_path / "whole")
@@ -225,7 +226,7 @@ def test_batches_have_each_row_once(tmp_path):
         orders.append(order)
     assert orders[0] == orders[1] != orders[2]
     assert orders[4] == [*range(rows)]
-    # Rows of one text are apart: neighbours in the order are seldom neighbours in a text.
+    # Rows that follow each other in a batch rarely follow each other in a text.
     assert np.mean(np.diff(orders[3]) == 1) < 0.05
     parts = [
         torch.cat([x for (x,) in store.batches(7, 0, ["text"], window=2, part=(n, 3))])
@@ -289,8 +290,8 @@ def test_epochs_differ_and_need_not_end(tmp_path):
 
 
 def test_the_shuffle_is_as_good_as_it_says(tmp_path):
-    """Pairs of one file in a batch: as many as in a full shuffle, times the files and over the
-    window at most.
+    """Count the pairs of rows in a batch that come from the same file. A full shuffle has a certain
+    number of them. The local shuffle has at most this number times files / window.
     """
     model, texts = model_and_texts(200)
     store = made(model, texts, tmp_path)
@@ -408,10 +409,10 @@ def test_a_harvest_that_would_not_fit_does_not_begin(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="4 more like this file"):
         made(model, texts, tmp_path)
     assert not contents(tmp_path)
-    # One long text is one file, however it is given.
+    # One text is one file, whether it is a list or a tensor.
     for n, one in enumerate(([1, 2, 3] * 5, torch.tensor([1, 2, 3] * 5))):
         harvest(model, one, NAMES, tmp_path / f"one {n}", per_file=1)
-    # Half of the texts fit, and so do texts of unknown number.
+    # Half of the texts fit. For texts of unknown number, nothing is checked.
     made(model, texts, tmp_path / "half", shard=(1, 2))
     made(model, iter(texts), tmp_path / "stream")
 
@@ -454,7 +455,7 @@ def test_a_killed_job_goes_on(tmp_path):
 
 
 def other_model():
-    """Of the same form; one weight differs."""
+    """Return a model of the same form in which one weight differs."""
     model, _ = model_and_texts()
     with torch.no_grad():
         model.blocks[0].mlp.output.bias[1] += 0.5
@@ -492,7 +493,7 @@ def test_a_lost_manifest_lets_no_other_adopt_the_files(place, change, tmp_path):
         harvest(**call | changed)
     assert {name: system.cat_file(name) for name in system.ls(root, detail=False)} == before
     assert harvest(**call).checksums == whole
-    # Ends of jobs count for their own store only.
+    # Files that say that a job has ended count only for their own store.
     for name in [name for name in system.ls(root, detail=False) if "done" not in name]:
         system.rm_file(name)
     alone = harvest(**call | changed | {"out": str(tmp_path / "alone")})
@@ -517,7 +518,7 @@ def at_once(*jobs):
 
 
 def meet(monkeypatch, name):
-    """Two threads wait for each other before the first file is moved into place."""
+    """Make two threads wait for each other before they move their first file into place."""
     replacing, barrier, met = storage.replacing, threading.Barrier(2, timeout=30), threading.local()
 
     @contextmanager
@@ -587,7 +588,7 @@ def test_a_file_that_came_in_between_is_not_replaced(place, tmp_path, monkeypatc
 
 
 def test_what_two_file_systems_lack(tmp_path, monkeypatch):
-    """A file system with hard links and its own error for existing files."""
+    """Some file systems have no hard links, and some have their own error for existing files."""
     model, texts = model_and_texts(7)
 
     def refused(*arguments):
@@ -627,10 +628,15 @@ def test_what_two_file_systems_lack(tmp_path, monkeypatch):
 
 
 def test_a_job_whose_store_was_taken_over_writes_no_more(tmp_path):
-    """If a file system has no conditional write, the later manifest stays."""
+    """If another job with other settings has taken over the folder, the first job stops.
+
+    Some file systems cannot write a file only if it does not exist. There, the later manifest
+    stays.
+    """
     model, texts = model_and_texts(25)
     other = made(other_model(), texts, tmp_path / "other")
-    for number, n_files in ((5, 1), (25, 5)):  # a kill before a file, and a kill before the end
+    # The manifest of another store appears after 5 texts (one file), or after all (five files).
+    for number, n_files in ((5, 1), (25, 5)):
         out = tmp_path / str(number)
 
         def given(number=number, out=out):
@@ -666,7 +672,8 @@ def test_files_of_another_store_are_refused_by_name(place, tmp_path):
     system, root = fsspec.core.url_to_fs(out)
     path = f"{root}/values-000001.safetensors"
     own, next_one = system.cat_file(path), system.cat_file(path.replace("1.", "2."))
-    made(model, texts, tmp_path / "setting", column="of no table")  # the same numbers
+    # Another setting, but the same numbers.
+    made(model, texts, tmp_path / "setting", column="of no table")
     foreign, of_texts, of_setting = (
         (tmp_path / name / "values-000001.safetensors").read_bytes()
         for name in ("other", "texts", "setting")
@@ -717,7 +724,7 @@ def test_a_store_of_the_older_form_is_refused_in_a_line(tmp_path):
         Activations(tmp_path)
     with pytest.raises(ValueError, match="same format; .* has 'hookscope-store-2', got"):
         made(model, texts, tmp_path)
-    # A manifest that was changed by hand is not that of the files.
+    # A manifest that was changed by hand does not belong to the files any more.
     path.write_text(json.dumps(manifest | {"weights": "0" * 64}))
     with pytest.raises(CacheError, match="to another store"):
         Activations(tmp_path).file(0)
@@ -728,7 +735,7 @@ def test_a_store_never_shrinks(lost, tmp_path):
     model, texts = model_and_texts()
     rows = [sum(map(len, texts[:n])) for n in range(24)]
     made(model, texts[:10], tmp_path)
-    assert len(made(model, texts, tmp_path)) == rows[23]  # it grows
+    assert len(made(model, texts, tmp_path)) == rows[23]  # more texts are added to the store
     for name in lost:
         (tmp_path / name).unlink()
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -763,7 +770,7 @@ def test_what_fails_before_its_first_value_leaves_nothing(tmp_path, monkeypatch)
 
 
 def large(texts, number):
-    """A model that has values of 1e5 in one text, and the texts."""
+    """Return a model with values of 1e5 in one text, which overflow float16, and the texts."""
     model, _ = model_and_texts()
     texts = [[token % 22 for token in text] for text in texts]
     texts[number][-1] = 22
@@ -777,7 +784,7 @@ def large(texts, number):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, None])
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_after_an_overflow_another_dtype_begins_again(jobs, dtype, place, tmp_path):
-    """The advice of the error works: the same call with this change, in the same folder."""
+    """After an overflow, the call that the error suggests works in the same folder."""
     model, texts = large(model_and_texts()[1], 12)  # in file 2
     out = str(tmp_path / "one") if place == "disk" else f"{place}/{tmp_path.name}"
     call = {"texts": texts, "names": ["embed", NAMES[1]], "batch": 3, "per_file": 5}
@@ -789,7 +796,7 @@ def test_after_an_overflow_another_dtype_begins_again(jobs, dtype, place, tmp_pa
     for n in reversed(range(1, jobs)):
         job(n, torch.float16)
     stamps = []
-    for _ in range(2):  # the call can be repeated, and keeps the files
+    for _ in range(2):  # the second call gives the same error, and does not write the files again
         with pytest.raises(ValueError, match=r"torch.float16 at embed .*dtype="):
             job(0, torch.float16)
         with pytest.raises(CacheError, match="must be complete"):

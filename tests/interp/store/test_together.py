@@ -1,5 +1,7 @@
-"""A model that FSDP shards over two processes: uneven jobs of a harvest, failures of one, and what
-needs whole weights.
+"""Harvests with a model that FSDP shards over two processes.
+
+The processes may have different numbers of texts, or one of them may fail. Analyses that need whole
+weights raise an error.
 """
 
 import subprocess
@@ -17,7 +19,8 @@ from interp.store import Activations, harvest
 from tests.reference import variant
 
 NAMES = ["blocks.0.mlp_out", "blocks.1.attn.z"]
-# Three files: two for the first process, one for the other process, which also has one batch fewer.
+# The texts fill three files: two in the first process and one in the second. The second process
+# also has one batch fewer.
 TEXTS = [[3, 1, 4], [1, 5, 9, 2], [6, 5], [3, 5, 8, 9, 7], [9, 3]]
 
 
@@ -33,7 +36,7 @@ def sharded(how):
 
 
 def stream(rank):
-    """Texts that end in an error in the second process, while the first one has work left."""
+    """Yield texts. In the second process, they end with an error while the first still has work."""
     yield from TEXTS * 3
     if rank == 1:
         raise OSError("the disk is gone")
@@ -41,7 +44,7 @@ def stream(rank):
 
 
 def work(folder, rank):
-    """One of two processes. What it prints is an error that it should raise."""
+    """Run one of the two processes. It prints the error that it is expected to raise."""
     warnings.simplefilter("ignore")
     store = f"file://{folder}/init"
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
@@ -51,7 +54,7 @@ def work(folder, rank):
         names = [f"*{name}" for name in NAMES]
         harvest(model, TEXTS, names, f"{folder}/{how}", **options)
         torch.distributed.barrier()
-        # Nothing is left to do for the first process.
+        # Only the second process has to write a file again. The first has nothing left to do.
         if rank == 1:
             Path(f"{folder}/{how}/values-000001.safetensors").unlink()
         torch.distributed.barrier()
