@@ -194,9 +194,10 @@ def make_context(
 ) -> Context:
     """Return the context of one call.
 
-    1. Check the masks of the caller.
-    2. Count the positions of real tokens.
-    3. Make a mask for each window.
+    1. Check the masks of the caller (`_real_columns`, `_checked_mask`).
+    2. Count the positions of real tokens (`_counted`).
+    3. Make a mask for each window, from the caller's mask or by the rule of the model
+       (`_masks_by_rule`).
 
     Args:
         x: the new tokens, or vectors of the residual stream. Only the shape and the device are
@@ -213,59 +214,37 @@ def make_context(
         ValueError: if tokens, masks and cache do not fit each other, or if a model that is not
             causal gets a cache, because earlier values of such a model depend on later tokens.
     """
-    batch, n_new = x.shape[:2]
-    device = x.device
+    n_new = x.shape[1]
     is_cached = kv_cache is not None
     if is_cached and not is_causal:
         raise ValueError("kv_cache must be None for a model with causal=False; got a KVCache")
     start = 0 if kv_cache is None else kv_cache.length
-    end = start + n_new
-
-    real = None if kv_cache is None else kv_cache.mask_until(end)
-    drops_keys = is_cached and any(windows)
-    if attention_mask is not None:
-        real = as_real(
-            attention_mask,
-            (batch, end),
-            n_cached=start if is_cached else None,
-            known=real,
-            drops_keys=drops_keys,
-            may_read=may_read,
-        )
-    if query_key_mask is not None:
-        shape = (batch, n_heads, n_new, end)
-        query_key_mask = as_seen(query_key_mask, shape, is_cached=is_cached, may_read=may_read)
-    if query_key_mask is not None and drops_keys:
-        raise ValueError(
-            "query_key_mask must be None with a KVCache of a sliding window, because this cache "
-            f"drops keys; got {tuple(query_key_mask.shape)}"
-        )
-    if query_key_mask is None and not is_causal:
-        query_key_mask = x.new_ones(1, 1, n_new, end, dtype=torch.bool)
-
-    # Positions count the real tokens of each row. No query sees padding, so any position will do
-    # for it.
-    positions = torch.arange(end, device=device)[None]
-    real_on_device = None if real is None else to_device(real, device)
-    if real_on_device is not None:
-        positions = (real_on_device.long().cumsum(1) - 1).clamp(min=0)
-
+    columns = _Columns(
+        batch=x.shape[0],
+        start=start,
+        end=start + n_new,
+        is_cached=is_cached,
+        drops_keys=is_cached and any(windows),
+        device=x.device,
+        may_read=may_read,
+    )
+    real = _real_columns(columns, attention_mask, kv_cache)
+    seen = _checked_mask(columns, query_key_mask, n_heads)
+    if seen is None and not is_causal:
+        seen = x.new_ones(1, 1, n_new, columns.end, dtype=torch.bool)
+    real_on_device = None if real is None else to_device(real, x.device)
+    positions = _counted(columns, real_on_device)
     masks: dict[int, Visible]
-    if query_key_mask is not None:
-        visible = to_device(query_key_mask, device)
+    if seen is not None:
+        visible = to_device(seen, x.device)
         visible = visible if real_on_device is None else visible & real_on_device[:, None, None]
         masks = dict.fromkeys(windows, visible)
     else:
         # A window counts positions. With padding between tokens, these differ from columns.
-        needs_positions = any(windows) and not drops_keys and has_gaps(real, may_read)
-        positions_of_keys = positions if needs_positions else None
-        masks = {}
-        for window in windows:
-            first = oldest_reached(window, start) if is_cached else 0
-            rule = rule_of(
-                window, range(first, end), real=real_on_device, positions=positions_of_keys
-            )
-            masks[window] = shared(rule, (n_new, end - first), device)
+        needs_positions = any(windows) and not columns.drops_keys and has_gaps(real, may_read)
+        masks = _masks_by_rule(
+            columns, windows, real_on_device, positions=positions if needs_positions else None
+        )
     new_positions = positions[:, start:]
     return Context(
         new_positions,
@@ -275,6 +254,93 @@ def make_context(
         kv_cache=kv_cache,
         real=real,
     )
+
+
+class _Columns(NamedTuple):
+    """The columns of the texts of one call.
+
+    Attributes:
+        batch: the number of texts.
+        start: the number of columns before this call.
+        end: the number of columns after this call.
+        is_cached: whether a cache contains the earlier columns.
+        drops_keys: whether this cache drops the keys that no later query sees.
+        device: the device of the new tokens.
+        may_read: whether the numbers in masks may be read.
+    """
+
+    batch: int
+    start: int
+    end: int
+    is_cached: bool
+    drops_keys: bool
+    device: torch.device
+    may_read: bool
+
+
+def _real_columns(
+    columns: _Columns, attention_mask: Tensor | None, kv_cache: KVCache | None
+) -> Tensor | None:
+    """Return True at the real columns so far, from the checked mask; None without padding."""
+    known = None if kv_cache is None else kv_cache.mask_until(columns.end)
+    if attention_mask is None:
+        return known
+    return as_real(
+        attention_mask,
+        (columns.batch, columns.end),
+        n_cached=columns.start if columns.is_cached else None,
+        known=known,
+        drops_keys=columns.drops_keys,
+        may_read=columns.may_read,
+    )
+
+
+def _checked_mask(columns: _Columns, mask: Tensor | None, n_heads: int) -> Tensor | None:
+    """Return the mask of queries and keys after a check; None without a mask.
+
+    Raises:
+        ValueError: if the mask does not fit the texts, or the cache drops keys.
+    """
+    if mask is None:
+        return None
+    shape = (columns.batch, n_heads, columns.end - columns.start, columns.end)
+    seen = as_seen(mask, shape, is_cached=columns.is_cached, may_read=columns.may_read)
+    if columns.drops_keys:
+        raise ValueError(
+            "query_key_mask must be None with a KVCache of a sliding window, because this cache "
+            f"drops keys; got {tuple(seen.shape)}"
+        )
+    return seen
+
+
+def _counted(columns: _Columns, real: Tensor | None) -> Tensor:
+    """Return the position of each column: the number of real tokens before it in its text.
+
+    No query sees padding, so any position will do for padding.
+    """
+    if real is None:
+        return torch.arange(columns.end, device=columns.device)[None]
+    return (real.long().cumsum(1) - 1).clamp(min=0)
+
+
+def _masks_by_rule(
+    columns: _Columns, windows: Collection[int], real: Tensor | None, positions: Tensor | None
+) -> dict[int, Visible]:
+    """Return a mask for each window: the causal rule, the window and the padding.
+
+    Args:
+        columns: the columns of the texts.
+        windows: the windows.
+        real: True at real columns; None without padding.
+        positions: the positions of the columns, if a window counts other numbers than columns.
+    """
+    masks: dict[int, Visible] = {}
+    for window in windows:
+        first = oldest_reached(window, columns.start) if columns.is_cached else 0
+        rule = rule_of(window, range(first, columns.end), real=real, positions=positions)
+        n_new = columns.end - columns.start
+        masks[window] = shared(rule, (n_new, columns.end - first), columns.device)
+    return masks
 
 
 def _mapped(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
