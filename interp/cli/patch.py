@@ -10,7 +10,7 @@ from interp.pairs.pairs import Pairs
 def run(options: argparse.Namespace) -> None:
     """Print the largest effects, or all effects as JSON."""
     if len(options.answers) > 2:
-        raise ValueError(f"--answers must be one or two tokens; got {len(options.answers)}")
+        raise ValueError(f"--answers must be one or two answers; got {len(options.answers)}")
     model = model_of(options, trained=True)
     answers = tuple(options.answers) if len(options.answers) == 2 else options.answers[0]
     pairs = Pairs(text_of(options), options.corrupted, answers)
@@ -19,9 +19,9 @@ def run(options: argparse.Namespace) -> None:
     )
     base = float(result.base[0])  # type: ignore[index]
     target = float(result.target[0])  # type: ignore[index]
-    metric = f"log-probability of {answers!r}, in nats"
-    if isinstance(answers, tuple):
-        metric = f"logit of {answers[0]!r} less that of {answers[1]!r}"
+    name, unit = ("logit", "") if result.unit == "logits" else ("log-probability", ", in nats")
+    shown = " less that of ".join(map(repr, options.answers))
+    metric = f"{name} of {shown}{unit}"
     lines = [
         metric,
         f"{base:.3f} in the run that is edited, {target:.3f} in the other",

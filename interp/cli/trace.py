@@ -17,7 +17,7 @@ def run(options: argparse.Namespace) -> None:
         model,
         text,
         load_any(options.transcoders),
-        targets=options.target or 10,
+        targets=_targets(options.target),
         max_features=options.max_features,
         attention=options.attention,
     )
@@ -30,6 +30,13 @@ def run(options: argparse.Namespace) -> None:
         text += f"\nwrote {page} and {written}"
     options.out = None
     print_or_write(options, text, pruned.as_json(options.slug, Path(options.model).name))
+
+
+def _targets(texts: list[str] | None) -> int | str | list[str]:
+    """Return the targets of a graph: the default number, one answer, or several tokens."""
+    if not texts:
+        return 10
+    return texts[0] if len(texts) == 1 else texts
 
 
 def _summary(graph: AttributionGraph, pruned: PrunedGraph) -> str:

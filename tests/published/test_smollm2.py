@@ -210,3 +210,68 @@ def test_keys_of_induction_heads_are_made_by_a_head_that_looks_at_the_previous_t
         assert key.top(1)[0].where == {"key_source": writer}
         assert key.mean().max() > 0.5 * expected
         assert query.top(1)[0].where == {"query_source": "m0"}  # of the token itself
+
+
+def log_probs_by_hand(model, prompt, answer):
+    """The log-probability of an answer after a prompt, with `transformers`."""
+    logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(1).gather(1, torch.tensor(answer)[:, None]).sum()
+
+
+def test_answers_of_several_tokens_equal_a_loop_over_their_tokens(ours, theirs):
+    prompts = ["The capital of France is", "The capital of Italy is"]
+    answers = (" Paris, the city of light", " Rome")
+    clean, corrupted = (ours.encoded(prompt) for prompt in prompts)
+    tokens = [ours.encoded(answer) for answer in answers]
+    result = activation_patching(ours, Pairs(*prompts, answers), "resid_pre", layers=20)
+
+    def difference(prompt):
+        return log_probs_by_hand(theirs, prompt, tokens[0]) - log_probs_by_hand(
+            theirs, prompt, tokens[1]
+        )
+
+    base = difference(corrupted)
+    assert float(result.base) == pytest.approx(float(base), abs=2e-4)
+    assert float(result.target) == pytest.approx(float(difference(clean)), abs=2e-4)
+    layer, pos = theirs.model.layers[20], 4
+    patched = []
+    for answer in tokens:
+        seen = []
+        with layer.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0])):
+            theirs(torch.tensor([clean + answer]))
+
+        def put(module, args, seen=seen):
+            stream = args[0].clone()
+            stream[:, pos] = seen[0][:, pos]
+            return (stream, *args[1:])
+
+        with layer.register_forward_pre_hook(put):
+            patched.append(log_probs_by_hand(theirs, corrupted, answer))
+    effect = patched[0] - patched[1] - base
+    assert float(result.values[0, pos, 0]) == pytest.approx(float(effect), abs=5e-4)
+
+
+def test_the_answer_of_a_chat_is_the_text_of_the_assistant(ours, theirs):
+    def asked(country):
+        question = {"role": "user", "content": f"What is the capital of {country}?"}
+        return chat(ours, [question], add_generation_prompt=True)
+
+    answers = ("The capital of France is Paris.", "The capital of Italy is Rome.")
+    pairs = Pairs(asked("France"), asked("Italy"), answers, per_token=True).read_by(ours)
+    whole = chat(
+        ours,
+        [
+            CHAT[0] | {"content": "What is the capital of France?"},
+            CHAT[1] | {"content": answers[0]},
+        ],
+    )
+    right = pairs.rows().text.listed()[0]
+    assert whole.listed()[0][: len(right)] == right
+    result = activation_patching(ours, pairs, "resid_pre", layers=15)
+    prompt = asked("France").listed()[0]
+    scores = []
+    for answer in answers:
+        tokens = ours.encoded(answer)
+        scores.append(float(log_probs_by_hand(theirs, prompt, tokens)) / len(tokens))
+    assert float(result.target) == pytest.approx(scores[0] - scores[1], abs=2e-4)
+    assert len(result.labels["pos"]) == len(prompt)

@@ -135,6 +135,16 @@ def test_patches_are_those_of_python(capsys):
         assert repr(result.top(2)).splitlines()[0] in text
 
 
+def test_answers_of_several_tokens_are_measured_in_nats(capsys):
+    answers = (" 1 and", " 4 or b")
+    given = ["patch", "--prompt", CLEAN, "--corrupted", OTHER, "--site", "mlp_out"]
+    result = activation_patching(pydoc(), Pairs(CLEAN, OTHER, answers), "mlp_out")
+    data = json.loads(printed(capsys, *given, "--answers", *answers, "--json"))
+    torch.testing.assert_close(torch.tensor(data["values"]), result.values, rtol=0, atol=0)
+    text = printed(capsys, *given, "--answer", *answers)
+    assert "log-probability of ' 1 and' less that of ' 4 or b', in nats" in text
+
+
 def test_generation_under_edits_is_that_of_python(capsys):
     model, change = pydoc(), "blocks.3.attn.z zero head=0,3 pos=4:"
     edit = edits.zero(head=[0, 3], pos=slice(4, None))

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from hooks import HookedRunner
 from interp import (
     Pairs,
+    accuracy,
     acdc,
     activation_patching,
     attribution_patching,
@@ -13,15 +15,19 @@ from interp import (
     edits,
     faithfulness,
     integrated_gradients,
+    log_prob,
+    logit_diff,
     node_effects,
     path_patching,
     sweep,
 )
 from interp.alignment import neurons
 from interp.alignment.runs import InterchangeRuns
+from interp.directions import Direction, steering_curve
 from interp.graph import Graph, circuits
 from interp.runs.masked import run_circuit
 from interp.runs.runs import Runs
+from models import attach, load
 from tests.interp.effects.by_hand import changed, close
 from tests.reference import LAYERS, variant
 
@@ -402,3 +408,161 @@ def test_the_metric_reads_the_last_positions_of_whole_texts(model):
     for prompt, answer in zip(prompts, answers, strict=True):
         expected.append(score(model, prompt, answer.tolist()))
     close(rows.metric(model(rows.text.tokens)), torch.stack(expected))
+
+
+SIZES = dict(vocab_size=23, hidden_size=12, num_hidden_layers=2, num_attention_heads=3)
+DECODERS = {
+    "llama": dict(num_key_value_heads=1, intermediate_size=13),
+    "mistral": dict(num_key_value_heads=3, intermediate_size=14, sliding_window=3),
+    "gpt2": dict(n_embd=12, n_layer=2, n_head=3),
+    "gemma3_text": dict(num_key_value_heads=1, intermediate_size=13, head_dim=4, sliding_window=3),
+}
+
+
+def decoder(kind, dtype=torch.float64):
+    """A random model of `transformers`, attached."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    config = transformers.AutoConfig.for_model(kind, **SIZES | DECODERS[kind])
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().to(dtype)
+    for parameter in model.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    attach(model)
+    return model
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("kind", DECODERS)
+def test_rows_of_attached_models_equal_separate_texts(kind, side):
+    model = decoder(kind)
+
+    def by_row(analysis):
+        return analysis(model, pairs_of(side)), summed(lambda pairs: analysis(model, pairs))
+
+    patched, expected = by_row(lambda model, pairs: activation_patching(model, pairs, "z"))
+    close(patched.values, expected, 1e-8)
+    estimated, expected = by_row(
+        lambda model, pairs: attribution_patching(model, pairs, "mlp_out", ["layer"])
+    )
+    close(estimated.values, expected, 1e-8)
+
+
+def test_rows_in_half_precision_are_close(model):
+    half = variant("pre").to(torch.bfloat16)
+    result = activation_patching(half, pairs_of("left"), "resid_pre", layers=1)
+    assert result.values.dtype == torch.float32
+    exact = activation_patching(model, pairs_of("left"), "resid_pre", layers=1)
+    close(result.values.double(), exact.values, 0.1)
+
+
+def test_answers_continue_the_texts_of_a_decoder():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    sizes = dict(d_model=12, d_kv=4, d_ff=13, num_layers=2, num_decoder_layers=2, num_heads=3)
+    config = transformers.T5Config(vocab_size=23, decoder_start_token_id=0, **sizes)
+    model = transformers.T5ForConditionalGeneration(config).eval().double()
+    attach(model)
+    encoded = {
+        name: torch.tensor([[3, 1, last, 5], [9, 2, last, 7]])
+        for name, last in (("clean", 4), ("corrupted", 8))
+    }
+    starts = torch.tensor([[0, 6], [0, 11]])
+    clean, corrupted = (
+        {"input_ids": encoded[name], "decoder_input_ids": starts} for name in encoded
+    )
+    right = [[7, 9, 3], [2]]
+    answers_of_rows = [torch.tensor(answer) for answer in right]
+    site = "encoder.blocks.1.mlp_out"
+    result = activation_patching(model, Pairs(clean, corrupted, answers_of_rows), site)
+    for row, answer in enumerate(right):
+        read = torch.tensor([starts[row].tolist() + answer])
+        tokens = torch.tensor(answer)[:, None]
+        for name, number in (("corrupted", result.base[row]), ("clean", result.target[row])):
+            with torch.no_grad():
+                output = model(encoded[name][row : row + 1], decoder_input_ids=read)
+            total = output.logits[0, 1:-1].log_softmax(1).gather(1, tokens).sum()
+            assert float(number) == pytest.approx(float(total), abs=1e-9)
+
+
+REFUSED = [
+    (dict(answers=[torch.tensor([3, 1])] * 3, pos=-2), "pos must be left out.*-2"),
+    (dict(answers=[torch.tensor([3, 1])] * 3, metric=lambda logits: logits[:, 0, 0]), "metric"),
+    (dict(answers=[torch.tensor([3, 1])] * 2), "one answer for each of 3 texts.*2 answers"),
+    (dict(answers=[torch.tensor([[3], [1]])] * 3), "must be a tensor of tokens"),
+    (dict(answers=[(torch.tensor([3, 1]), 2), 4, 4]), "right and a wrong answer.*1, 2"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_answers_that_do_not_fit_are_refused(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        activation_patching(model, Pairs(text(CLEAN, "left"), text(CORRUPTED, "left"), **options))
+
+
+def test_arguments_without_positions_of_answers_are_refused(model):
+    inputs = text(CLEAN, "left")
+    by_position = inputs | {"query_key_mask": torch.ones(3, 5, 5, dtype=torch.bool).tril()}
+    pairs = Pairs(by_position, by_position, answers())
+    with pytest.raises(ValueError, match=r"query_key_mask must be left out.*\[3, 5, 5\]"):
+        activation_patching(model, pairs, "resid_pre")
+
+
+def test_a_metric_may_be_the_score_of_an_answer():
+    model = load("pydoc-4l")
+    prompts = ["Return the", "def __ini"]
+    hooks = [{"blocks.1.mlp_out": edits.zero()}]
+    answer = " list of"
+    result = sweep(model, prompts, hooks, log_prob(answer))
+    tokens = model.encoded(answer)
+
+    def total(prompt):
+        read = model.encoded(prompt)
+        logits = model(torch.tensor([read + tokens]))[0, len(read) - 1 : -1].detach()
+        return float(logits.log_softmax(1).gather(1, torch.tensor(tokens)[:, None]).sum())
+
+    assert result.base.tolist() == pytest.approx([total(prompt) for prompt in prompts], abs=1e-3)
+    with HookedRunner(model).hooks(hooks[0]):
+        edited = [total(prompt) for prompt in prompts]
+    assert (result.base + result.values[0]).tolist() == pytest.approx(edited, abs=1e-3)
+    # The likeliest characters one after another, in text.
+    continued = model.to_text(greedy(model, model.encoded(prompts[0]), 4))
+    scores = sweep(model, prompts[:1], hooks, accuracy(f"{continued}")).base
+    assert scores.tolist() == [1]
+    with pytest.raises(ValueError, match="one token.*' list'"):
+        sweep(model, prompts, hooks, logit_diff(" list", " a"))
+
+
+def test_steering_raises_the_score_of_a_whole_answer(model):
+    vector = torch.arange(10.0).double() / 7
+    direction = Direction({"blocks.0.resid_post": vector})
+    metric = Pairs(text(CLEAN, "left"), answers=answers(False)).read_by(model)
+    hooks = [{"blocks.0.resid_post": edits.add(direction, factor)} for factor in (0.0, 1.5)]
+    result = sweep(model, metric, hooks)
+    base = by_hand(model, CLEAN, two=False)
+
+    def steered_rows(row, answer):
+        return {"blocks.0.resid_post": lambda output: output + 1.5 * vector}
+
+    expected = by_hand(model, CLEAN, two=False, changes=steered_rows) - base
+    close(result.values, torch.stack([torch.zeros_like(base), expected]))
+    shipped = load("pydoc-4l")
+    curve = steering_curve(
+        shipped,
+        Direction({"blocks.1.resid_post": torch.ones(128)}),
+        ["Return the"],
+        [0.0, 0.5],
+        log_prob(" list"),
+        pos=-1,
+    )
+    tokens, read = shipped.encoded(" list"), shipped.encoded("Return the")
+    place = len(read) - 1
+
+    def moved(output):
+        new = output.clone()
+        new[:, place] += 0.5
+        return new
+
+    totals = [
+        score(shipped, read, tokens, changes) for changes in ({}, {"blocks.1.resid_post": moved})
+    ]
+    assert float(curve.score.values[1, 0]) == pytest.approx(float(totals[1] - totals[0]), abs=1e-4)
