@@ -1,10 +1,11 @@
-"""Attribution graphs beside circuit-tracer:
+"""Measure attribution graphs beside circuit-tracer.
 
-`python tests/bench/attribution_graphs.py [--rounds 3] [--batch 64]`.
+    python tests/bench/attribution_graphs.py [--rounds 3] [--batch 64]
 
-GPT-2-small shape, 64 tokens, 12 transcoders of 4,096 features, 48 of them active at a token, 10
-targets, 500 features. circuit-tracer is left out where it is not installed: it needs an environment
-of its own, see tests/circuit_tracer/make_graph.py.
+The model has the shape of GPT-2 small, with 64 tokens, 10 targets and 500 features. There are 12
+transcoders of 4,096 features, and 48 features are active at a token. Without circuit-tracer, only
+hookscope is measured. circuit-tracer needs an environment of its own: see
+tests/circuit_tracer/make_graph.py.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-# Run as a script, Python puts this folder on the path, and not the project.
+# When this file runs as a script, Python searches this folder for modules, and not the project.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from interp import attribution_graph
@@ -41,7 +42,7 @@ _PAGE = 4096
 
 
 def theirs() -> Any:
-    """A random model and random transcoders of circuit-tracer."""
+    """Return circuit-tracer's model with random weights and random transcoders."""
     from circuit_tracer.replacement_model.replacement_model_transformerlens import (
         TransformerLensReplacementModel,
     )
@@ -79,7 +80,10 @@ def theirs() -> Any:
 
 
 def ours(peer: Any) -> tuple[Transformer, dict[str, Dictionary]]:
-    """Return the same weights here, or random weights without circuit-tracer."""
+    """Return our model and transcoders with the weights of circuit-tracer's model.
+
+    Without circuit-tracer, the weights are random.
+    """
     dictionaries = {}
     for n in range(LAYERS):
         if peer is None:
@@ -108,7 +112,7 @@ def ours(peer: Any) -> tuple[Transformer, dict[str, Dictionary]]:
 
 
 def measured(call: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds of a call, and the GiB by which it raised the memory of the process at most."""
+    """Return the seconds of a call, and the GiB that it added to the memory at its peak."""
 
     def held() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
@@ -132,7 +136,7 @@ def measured(call: Callable[[], Any]) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print medians of interleaved rounds."""
+    """Run both libraries in turn, and print the medians of all rounds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=64, help="of circuit-tracer")

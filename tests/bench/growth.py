@@ -1,11 +1,12 @@
-"""Time and peak memory of one call against the text's length and the model's depth:
+"""Measure how time and memory grow with the length of the text and the depth of the model.
 
-`python tests/bench/growth.py [JOB ...]`.
+    python tests/bench/growth.py [JOB ...]
 
-One thread, one text, 4 heads, d_model 128, vocabulary 1000, random weights. Each cell is a process
-of its own: the faster of two calls, after one on a short text, and what one call adds to the
-resident memory at its peak. The last columns are exponents between the two longest texts, and
-between the two depths at the middle length: 1 is linear.
+There is one thread, one text, 4 heads, d_model 128, a vocabulary of 1,000 and random weights. Each
+cell of the table runs in its own process. It is the faster of two calls, after a call on a short
+text, and the memory that one call adds at its peak. The last columns are exponents of growth: 1 is
+linear. They compare the two longest texts in the deeper model, and the two depths at the middle
+length.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-# Run as a script, Python puts this folder on the path, and not the project.
+# When this file runs as a script, Python searches this folder for modules, and not the project.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from hooks import HookedRunner
@@ -45,7 +46,7 @@ Job = Callable[[Transformer, torch.Tensor], object]
 
 
 def lazy(model: Transformer, tokens: torch.Tensor) -> Any:
-    """The lazy cache of a run."""
+    """Return the lazy cache of a run."""
     return HookedRunner(model).run_with_cache(tokens, lazy=True)[1]
 
 
@@ -57,7 +58,7 @@ def pairs(tokens: torch.Tensor) -> Pairs:
 
 
 def graph(model: Transformer, tokens: torch.Tensor) -> object:
-    """An attribution graph of 64 features of random transcoders, 8 of them active at a token."""
+    """Return an attribution graph with random transcoders of 64 features, 8 of them active."""
     drawn = torch.Generator().manual_seed(0)
     dictionaries = {}
     for layer in range(model.config.n_layers):
@@ -73,7 +74,7 @@ def graph(model: Transformer, tokens: torch.Tensor) -> object:
 
 
 def harvested(model: Transformer, tokens: torch.Tensor) -> object:
-    """One point of four texts, to disk."""
+    """Harvest one point of four texts to disk."""
     with tempfile.TemporaryDirectory() as folder:
         return harvest(model, [*tokens.expand(4, -1).tolist()], "blocks.1.mlp_out", folder, batch=1)
 
@@ -107,7 +108,7 @@ JOBS: dict[str, Job] = {
 
 
 def cell(job: str, depth: int, length: int) -> tuple[float, float]:
-    """Seconds and MiB of one call, in this process."""
+    """Return the seconds and the MiB of one call in this process."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     config = TransformerConfig(
@@ -126,7 +127,7 @@ def cell(job: str, depth: int, length: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Prints the table of the jobs that were asked for, all of them where none was."""
+    """Print the table of the given jobs. Default: all jobs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -155,7 +156,7 @@ def main() -> None:
 
 
 def measured(job: str, depth: int, length: int) -> tuple[float, float]:
-    """Seconds and MiB of one call, in a fresh process."""
+    """Return the seconds and the MiB of one call in a new process."""
     command = [sys.executable, __file__, job, "--cell", str(depth), str(length)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     seconds, mib = map(float, done.stdout.split()[-2:])

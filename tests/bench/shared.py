@@ -1,4 +1,4 @@
-"""Calls that rows on the CPU and on a GPU share."""
+"""Calls that rows on the CPU and rows on a GPU share."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tests.bench import peers, timing
 
 
 class Patches:
-    """A sweep that patches each layer at every `step`th place of a site."""
+    """A sweep that patches a site in each layer, at every `step`-th position or head."""
 
     def __init__(self, model: Any, shape: peers.Shape, site: str, step: int = 1) -> None:
         self.model, clean = model, shape.tokens()
@@ -26,7 +26,7 @@ class Patches:
 
 
 def differentiated(ours: Any, clean: torch.Tensor, corrupted: torch.Tensor) -> timing.Call:
-    """Two forward passes, the second with a graph, and one backward pass."""
+    """Return a call that makes two forward passes and one backward pass through the second."""
     metric = log_prob(0)
 
     def bare() -> None:

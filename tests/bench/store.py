@@ -1,12 +1,13 @@
-"""A harvest against `capture` of the same batches, shuffled reading, memory, and Ray:
+"""Measure stores: a harvest beside `capture`, shuffled reading, memory, and Ray.
 
-`python tests/bench/store.py`.
+    python tests/bench/store.py
 
-The model has GPT-2's shape without its weights; one point of 768 numbers in the middle is kept, of
-16 texts of 256 tokens. What is read was just written, so it comes from the page cache. Memory is
-that of a process that harvests a model of no work, after a tenth of its tokens and at the end.
-`--ray` compares two workers of Ray with two processes started by hand, each with one thread. Run it
-on an otherwise idle machine.
+The model has GPT-2's shape and random weights. The harvest stores one point of 768 numbers in the
+middle of the model, for 16 texts of 256 tokens. The files that are read were just written, so they
+are still in memory. The memory is the peak of a process that harvests a model that computes almost
+nothing, after a tenth of its tokens and at the end. `--ray` compares two workers of Ray with two
+processes that are started by hand, each with one thread. Run it on a machine that does nothing
+else.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-# Run as a script, Python puts this folder on the path, and not the project.
+# When this file runs as a script, Python searches this folder for modules, and not the project.
 sys.path.insert(0, str(ROOT := Path(__file__).parents[2]))
 
 from hooks import HookedRunner, HookPoint
@@ -34,33 +35,33 @@ NAME = "blocks.6.resid_post"
 
 
 class Table(nn.Module):
-    """A model that takes no time: rows of a table."""
+    """A model that takes almost no time: it looks up rows of a table."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rows, self.point = nn.Embedding(1000, 768), HookPoint("batch pos d_model")
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The rows of the tokens."""
+        """Return the rows of the tokens."""
         return self.point(self.rows(tokens))
 
 
 def small() -> nn.Module:
-    """A model of GPT-2's shape."""
+    """Return a random model of GPT-2's shape."""
     torch.manual_seed(0)
     config = TransformerConfig(vocab_size=50257, n_ctx=1024, n_layers=12, n_heads=12, d_model=768)
     return Transformer(config).eval()
 
 
 def tokens(count: int) -> list[list[int]]:
-    """Texts of 256 tokens."""
+    """Return texts of 256 random tokens."""
     return torch.randint(
         0, 50257, (count, 256), generator=torch.Generator().manual_seed(1)
     ).tolist()
 
 
 def speed(budget: float) -> None:
-    """Prints a harvest against captures, and the rates of reading."""
+    """Print the time of a harvest relative to captures, and the speed of reading a store."""
     model, texts = small(), tokens(16)
     runner = HookedRunner(model)
 
@@ -92,9 +93,7 @@ def speed(budget: float) -> None:
 
 
 def memory(count: int) -> None:
-    """Prints the peak of a process that harvests `count` tokens, after a tenth of them and at the
-    end.
-    """
+    """Harvest `count` tokens, and print the peak memory after a tenth of them and at the end."""
     peaks = []
 
     def texts() -> object:
@@ -114,7 +113,7 @@ def memory(count: int) -> None:
 
 
 def job(out: str, shard: tuple[int, int]) -> None:
-    """One job of the comparison with Ray."""
+    """Run one job of the comparison with Ray."""
     torch.set_num_threads(1)
     harvest(small(), tokens(RAY_TEXTS), NAME, out, shard=shard, batch=4, per_file=2)
 
@@ -123,7 +122,7 @@ RAY_TEXTS = 240
 
 
 def by_ray() -> None:
-    """Prints how two workers of Ray compare with two processes."""
+    """Print the times of two workers of Ray and of two processes."""
     import ray
 
     def processes(out: str) -> None:
@@ -156,7 +155,7 @@ def by_ray() -> None:
 
 
 def main() -> None:
-    """Prints what is asked for."""
+    """Run the measurements that the options select."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--budget", type=float, default=40.0, help="seconds for each number")
     parser.add_argument("--tokens", type=int, default=1_000_000, help="of the harvest for memory")

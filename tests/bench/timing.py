@@ -1,6 +1,4 @@
-"""Ratios of two callables from interleaved runs, and the peak memory of one call in a fresh
-process.
-"""
+"""Times and ratios of calls that run in turn, and the peak memory of a call in a new process."""
 
 import statistics
 import subprocess
@@ -15,7 +13,7 @@ Call = Callable[[], object]
 
 
 def seconds(call: Call) -> float:
-    """Wall time of one call, until a GPU has done its part."""
+    """Return the wall time of one call, with the time that a GPU needs to finish it."""
     _wait()
     start = time.perf_counter()
     call()
@@ -29,18 +27,19 @@ def _wait() -> None:
 
 
 def ratios(calls: dict[str, Call], base: str, budget: float) -> dict[str, tuple[float, float]]:
-    """For each call its median time and its median ratio to `base`, measured in turn round by
-    round.
+    """Return the median time of each call, and its median ratio to the call `base`.
 
-    A ratio is taken within a round, so a machine that slows down slows both; rounds go on until the
-    budget, in seconds, is spent, and there are at least seven.
+    In each round, all calls run in turn. A ratio compares two calls of the same round, because the
+    speed of a machine changes over time. There are at least seven rounds, and rounds begin until
+    `budget` seconds have passed.
     """
     for call in calls.values():
         call()
     rounds: list[dict[str, float]] = []
     start = time.perf_counter()
     while len(rounds) < 7 or time.perf_counter() - start < budget:
-        # Every other round runs backwards, so that no call always follows the same one.
+        # Every second round has the reverse order, so that a call does not always follow the same
+        # call.
         order = list(calls.items())[:: 1 if len(rounds) % 2 else -1]
         rounds.append({name: seconds(call) for name, call in order})
     return {
@@ -53,8 +52,8 @@ def ratios(calls: dict[str, Call], base: str, budget: float) -> dict[str, tuple[
 
 
 def peak_in_this_process(call: Call) -> float:
-    """How far one call raises the process's resident memory at its peak, in MiB. Linux only."""
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    """Return the resident memory that one call adds at its peak, in MiB. It works on Linux only."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")
     kept = call()
     after = _status("VmHWM")
@@ -63,7 +62,7 @@ def peak_in_this_process(call: Call) -> float:
 
 
 def peak_on_gpu(call: Call) -> float:
-    """How far one call raises the memory of tensors on the GPU at its peak, in MiB."""
+    """Return the memory of tensors on the GPU that one call adds at its peak, in MiB."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     kept = call()
@@ -78,7 +77,7 @@ def _status(field: str) -> int:
 
 
 def peak(script: str, row: str, name: str) -> float:
-    """The same, in a fresh process that builds the row's models first."""
+    """Return the memory of one call, in a new process that builds the models of the row first."""
     command = [sys.executable, str(Path(script)), row, "--peak-of", name]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout.strip().splitlines()[-1])

@@ -1,11 +1,12 @@
-"""Writes page.json and server.json, as circuit-tracer and Neuronpedia's server save graphs.
+"""Write page.json and server.json: graphs as circuit-tracer and Neuronpedia's server save them.
 
-page.json: circuit-tracer 0.5.0 writes the graph of circuit_tracer.safetensors. Then its own page
-was opened in Chromium, served by its own server: six nodes were clicked with Ctrl held, two labels
-edited, two groups made with `g`, and `Save` pressed. server.json:
-`apps/graph/neuronpedia_graph/format_converter.py` of Neuronpedia (commit ebb8426) beside this file,
-with stand-ins for what it imports. anthropic.json is a part of Anthropic's published
-capital-state-dallas.json: some of its nodes, and the links between them.
+- page.json: circuit-tracer 0.5.0 wrote the graph of circuit_tracer.safetensors. Then its page was
+  opened in Chromium, from its own server. Six nodes were clicked with Ctrl, two labels were edited,
+  two groups were made with `g`, and `Save` was pressed.
+- server.json: written by `apps/graph/neuronpedia_graph/format_converter.py` of Neuronpedia (commit
+ebb8426), which must be next to this file. This script replaces the modules that it imports. -
+anthropic.json: a part of Anthropic's published capital-state-dallas.json, some of its nodes and the
+links between them.
 """
 
 import json
@@ -21,15 +22,15 @@ WORDS = [f" {letter}" for letter in "abcdefghijklmnopqrs"]
 
 
 class Tokens:
-    """Stands for a tokenizer."""
+    """A replacement of a tokenizer, whose tokens are letters."""
 
     @classmethod
     def from_pretrained(cls, name):
-        """One for any name."""
+        """Return the same tokenizer for any name."""
         return cls()
 
     def decode(self, token):
-        """A letter."""
+        """Return the letter of a token."""
         return WORDS[int(token)]
 
 
@@ -46,7 +47,8 @@ def write_circuit_tracer(folder):
         text = json.loads(file.metadata()["text"])
         names = ("features", "matrix", "activations", "logits", "probabilities")
         features, matrix, activations, logits, chances = map(file.get_tensor, names)
-    features[:, 2] += 100  # a feature below the number of layers may have the name of an error
+    # Make the numbers of features large. A small number could give the name of an error node.
+    features[:, 2] += 100
     config = UnifiedConfig(3, 12, 5, 4, 17, 19, "none", "none", "none")
     targets = [LogitTarget(WORDS[token], token) for token in logits.tolist()]
     prompt, tokens = "".join(WORDS[token] for token in text), torch.tensor(text)
@@ -67,24 +69,24 @@ def write_circuit_tracer(folder):
 
 
 class Place:
-    """Stands for a node of the server: a hook and its indices."""
+    """A replacement of the server's class for a node: a hook and its indices."""
 
     def __init__(self, key, *indices):
         self.key, self.indices = key, torch.tensor([indices])
 
 
 class Places(list):
-    """Stands for the server's nodes."""
+    """A replacement of the server's class for several nodes."""
 
     def __add__(self, others):
         return Places([*self, *others])
 
     def unique(self):
-        """Each once."""
+        """Return the nodes without repetitions."""
         return Places(dict.fromkeys(self))
 
     def nodes_to_offsets(self, others):
-        """Where they are."""
+        """Return the index of each of the other nodes in this list."""
         return torch.tensor([self.index(each) for each in others])
 
 

@@ -1,8 +1,8 @@
-"""Writes circuit_tracer.safetensors: a random model, random transcoders, and what circuit-tracer
-makes of them.
+"""Write circuit_tracer.safetensors: a random model, random transcoders, and circuit-tracer's graph.
 
-Made with circuit-tracer 0.5.0 and TransformerLens 2.16.1, which do not install beside the versions
-that this project supports: unpack both, and what they import, into a folder of their own.
+It was made with circuit-tracer 0.5.0 and TransformerLens 2.16.1. They cannot be installed together
+with the versions that this project supports. Unpack both, and the libraries that they import, into
+a folder of their own.
 """
 
 import json
@@ -27,18 +27,19 @@ FEATURES = 23
 
 
 class Tokens:
-    """Stands for a tokenizer."""
+    """A replacement of a tokenizer, whose texts are numbers."""
 
     vocab_size, padding_side = CONFIG["d_vocab"], "right"
-    all_special_ids = (TEXT[0],)  # else circuit-tracer puts one before it
+    # If the text did not begin with a special token, circuit-tracer would put one before it.
+    all_special_ids = (TEXT[0],)
 
     def decode(self, tokens):
-        """Numbers in place of texts."""
+        """Return the numbers of the tokens as a text."""
         return str(tokens)
 
 
 def transcoder(layer):
-    """A random transcoder with a skip connection."""
+    """Return a random transcoder with a skip connection."""
     from circuit_tracer.transcoder import SingleLayerTranscoder
     from circuit_tracer.transcoder.activation_functions import JumpReLU
 

@@ -1,11 +1,10 @@
-"""Makes the fixtures of tests/interp/features/test_load_sae.py with the libraries whose formats
-they have.
+"""Make the fixtures of tests/interp/features/test_load_sae.py with the libraries of their formats.
 
-By hand, in an environment with sae-lens 6.54, eai-sparsify 1.3, dictionary-learning 0.1 and
-circuit-tracer 0.5: `python tests/dictionaries/make.py`. Each folder has the files that the library
-wrote, and `expected.safetensors`: inputs, and the features and the outputs that the library
-computed. `sparsify_of_2024` needs that library as it was in January 2025, when its package had the
-name `sae`: commit 0b58af4 of its repository, on the path.
+Run it by hand, in an environment with sae-lens 6.54, eai-sparsify 1.3, dictionary-learning 0.1 and
+circuit-tracer 0.5: `python tests/dictionaries/make.py`. Each folder contains the files that the
+library wrote. `expected.safetensors` contains inputs, with the features and the outputs that the
+library computed. `sparsify_of_2024` needs sparsify as it was in January 2025, when the package was
+named `sae`: commit 0b58af4 of its repository, on the path.
 """
 
 import json
@@ -92,7 +91,7 @@ def sae_lens():
         x = inputs(HEADS, D_IN // HEADS) if name.endswith("hook_z") else inputs(D_IN)
         features = sae.encode(x)
         keep(folder.name, x, features, sae(x))
-    # A file of version 5: one flat config, training settings included.
+    # A file of version 5, which has one flat config with the settings of the training.
     sae = randomize(
         SAE.from_dict(
             {
@@ -126,7 +125,8 @@ def sae_lens():
     (folder / "cfg.json").write_text(json.dumps(old))
     read = SAE.load_from_disk(folder)
     keep(folder.name, inputs(D_IN), read.encode(inputs(D_IN)), read(inputs(D_IN)))
-    # Trained with a factor, which they fold when they know it.
+    # A dictionary that was trained on scaled activations. SAELens folds the scale into the weights
+    # if the file contains it.
     config = {
         "architecture": "jumprelu",
         "d_in": D_IN,
@@ -147,7 +147,7 @@ KINDS = (
 
 
 def sae_lens_training():
-    """Checkpoints of trainings, as they are and as they are saved at the end."""
+    """Write checkpoints of trainings, and the files that are saved at the end of a training."""
     from sae_lens.saes.batchtopk_sae import BatchTopKTrainingSAE, BatchTopKTrainingSAEConfig
     from sae_lens.saes.jumprelu_sae import JumpReLUTrainingSAE, JumpReLUTrainingSAEConfig
     from sae_lens.saes.matryoshka_batchtopk_sae import (
@@ -200,8 +200,9 @@ def sparsify():
 
 
 def sparsify_of_2024():
-    """A transcoder from before `transcode` was a field: a skip connection, and the decoder's bias
-    subtracted.
+    """Write a transcoder of the time when the config had no field `transcode`.
+
+    It has a skip connection, and the bias of the decoder is subtracted from its input.
     """
     from sae import Sae, SaeConfig
 
@@ -254,7 +255,7 @@ def dictionary_learning():
         )
         torch.save(coder.state_dict(), folder / "ae.pt")
         keep(folder.name, inputs(D_IN), coder.encode(inputs(D_IN)), coder(inputs(D_IN)))
-    # As an interrupted training leaves it: what it knows, before the biases are scaled.
+    # The files that an interrupted training leaves. The biases are not scaled yet.
     coder = randomize(BatchTopKSAE(D_IN, FEATURES, 3))
     coder.threshold.fill_(0.8)
     folder = HERE / "dictionary_learning_interrupted"
@@ -299,8 +300,8 @@ def circuit_tracer():
     output = [layers[n].decode(features[n], x[:, n]) for n in layers]
     keep(folder.name, x, torch.stack(features, 1), torch.stack(output, 1))
 
-    # Top-k, which its loader reads from such a config since April 2026. Kept features may be
-    # negative.
+    # A top-k transcoder. Since April 2026, circuit-tracer reads it from a config like this.
+    # Features may be negative.
     layer = randomize(SingleLayerTranscoder(D_IN, FEATURES, TopK(7), 0, **options))
     folder = HERE / "circuit_tracer_topk"
     TranscoderSet({0: layer}, "mlp.hook_in", "mlp.hook_out").to_safetensors(folder)
@@ -334,7 +335,7 @@ def circuit_tracer():
         output = read.decode(features.to_sparse())
         keep(folder.name, x, features, output)
 
-    # Gemma Scope: the files as published, read by circuit-tracer.
+    # A file in the published format of Gemma Scope, loaded by circuit-tracer.
     draw = np.random.default_rng(0)
     shapes = {
         "W_enc": (D_IN, FEATURES),

@@ -1,11 +1,10 @@
-"""Makes the fixtures of tests/models/checkpoints/test_gguf_families.py with llama.cpp's own
-converter.
+"""Make the fixtures of tests/models/checkpoints/test_gguf_families.py with llama.cpp's converter.
 
-By hand, with transformers 5.24 and the llama.cpp that is unpacked in the source distribution of
+Run it by hand, with transformers 5.24 and the llama.cpp in the source distribution of
 llama-cpp-python 0.3.36 (`vendor/llama.cpp`): `python -m tests.gguf.make path/to/llama.cpp`. Each
-file is of a small random model of `transformers`; `expected.safetensors` has, under each file's
-name, the logits that this model computed in float64. The converter knows published tokenizers only,
-so each file gets a small vocabulary of this script's.
+file contains a small random model of `transformers`. `expected.safetensors` contains the logits
+that the model computed in float64, by the name of the file. The converter knows only published
+tokenizers, so this script gives each file a small vocabulary.
 """
 
 import json
@@ -22,16 +21,16 @@ from tests.gguf.shaken import shaken
 HERE = Path(__file__).parent
 VOCAB, N_CTX = 53, 64
 TOKENS = torch.randint(VOCAB, (1, 19), generator=torch.Generator().manual_seed(1))
-# The type of each, and what its config says; the last from gemma3 on are refused. Gemma 3 has five
-# layers of six with a window, which the file does not say, so there are seven.
+# The type and the config of each model. The models from gemma3 on are not supported. In Gemma 3,
+# five of six layers have a window, and the file does not say which, so the model has seven layers.
 MODELS = json.loads((HERE / "models.json").read_text())
 
-# What config.json of published models says, and the converter reads.
+# Fields in the config.json of published models that the converter reads.
 OLDER = {"rotary_pct": 0.5, "n_ctx": N_CTX}
 
 
 def randomized(kind, options):
-    """A model whose every parameter matters, and is held by half precision without rounding."""
+    """Return a model whose parameters all matter, and are exact in half precision."""
     config = transformers.AutoConfig.for_model(kind, **options)
     config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, 2, 0
     model = transformers.AutoModelForCausalLM.from_config(
@@ -45,7 +44,7 @@ def randomized(kind, options):
 
 
 def quantized(model):
-    """The model with each matrix as Q8_0 holds it."""
+    """Round each matrix of a model to the numbers that Q8_0 can store, and return the model."""
     import gguf
 
     kind = gguf.GGMLQuantizationType.Q8_0
@@ -58,8 +57,9 @@ def quantized(model):
 
 
 def small_vocabulary(self):
-    """In the place of a converter's `set_vocab`: letters, and tokens that begin, end and fill a
-    text.
+    """Write a small vocabulary. This function replaces the method `set_vocab` of a converter.
+
+    The tokens are letters, and tokens for the beginning, the end and the padding of a text.
     """
     tokens = ["<pad>", "<s>", "</s>"] + [chr(ord("A") + place) for place in range(VOCAB - 3)]
     kinds = [3] * 3 + [1] * (VOCAB - 3)
@@ -79,7 +79,7 @@ def convert(directory, file, stored):
     hparams = OLDER | ModelBase.load_hparams(directory, False)
     architecture = get_model_architecture(hparams, ModelType.TEXT)
     converter = get_model_class(architecture)
-    # Gemma 3's looks for the size of the vocabulary here.
+    # The converter of Gemma 3 reads the size of the vocabulary from this file.
     vocabulary = {"model": {"vocab": dict.fromkeys(map(str, range(VOCAB)))}, "added_tokens": []}
     (directory / "tokenizer.json").write_text(json.dumps(vocabulary))
     was, converter.set_vocab = converter.set_vocab, small_vocabulary

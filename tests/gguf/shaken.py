@@ -1,10 +1,10 @@
-"""Random models of `transformers` whose every parameter matters."""
+"""Models of `transformers` with large random weights, so that every parameter matters."""
 
 import torch
 
 
 def shaken(model):
-    """The model in eval mode, with weights large enough that each matters, gains and biases too."""
+    """Return a model in evaluation mode, with large random weights, gains and biases."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

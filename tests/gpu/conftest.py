@@ -1,5 +1,7 @@
-"""Where the tests of this folder run: on the CPU, which shows that they hold, and on a GPU if there
-is one.
+"""Fixtures of the tests for GPUs.
+
+The tests run on the CPU, which shows that the tests themselves are right, and on a GPU if there is
+one.
 """
 
 import contextlib
@@ -11,11 +13,10 @@ import torch
 
 @pytest.fixture(autouse=True)
 def as_stated(request):
-    """Float32 products in float32, whatever an image's environment says, and warnings that are no
-    errors.
+    """Compute products of float32 in float32, and let warnings be warnings.
 
-    PyTorch warns at the first guard below, say, and an error there would leave the guard switched
-    on.
+    The environment of the machine may choose a lower precision. If a warning were an error, it
+    could leave a mode of PyTorch switched on.
     """
     if not request.node.get_closest_marker("filterwarnings"):
         warnings.simplefilter("default")
@@ -27,13 +28,13 @@ def as_stated(request):
 
 @pytest.fixture(params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 def where(request):
-    """The name of a device."""
+    """The name of the device of a test."""
     return request.param
 
 
 @pytest.fixture
 def without_stops(where):
-    """A function that gives a `with` in which waiting for the GPU is an error."""
+    """A function that returns a context for a `with`, in which waiting for the GPU is an error."""
 
     @contextlib.contextmanager
     def guard():

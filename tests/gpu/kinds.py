@@ -1,4 +1,4 @@
-"""Small random models of every kind, on any device, and what they are compared with."""
+"""Small random models of every kind on any device, and the same models in float64 as references."""
 
 import copy
 import functools
@@ -21,13 +21,13 @@ KINDS = {
     "odd heads": ROTARY | dict(n_heads=3, d_head=14, n_kv_heads=1),
     "attention only": dict(mlp="none", d_mlp=0, norm="none", final_norm=False),
 }
-# The largest difference from float64, of the largest logit.
+# The largest allowed difference from float64, as a share of the largest logit.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 @functools.cache
 def on_cpu(kind):
-    """The model of a kind, in float64."""
+    """Return the model of a kind on the CPU, in float64."""
     from models import Transformer, TransformerConfig
 
     torch.manual_seed(0)
@@ -39,7 +39,7 @@ def on_cpu(kind):
 
 
 def pair(kind, where, dtype=torch.float32):
-    """The model on a device in a dtype, and the same weights on the CPU in float64."""
+    """Return a model on a device in a dtype, and a copy with the same weights in float64."""
     model = copy.deepcopy(on_cpu(kind)).to(dtype)
     exact = copy.deepcopy(model).double()
     return model.to(where), exact
@@ -50,6 +50,6 @@ def tokens(batch=3, pos=13):
 
 
 def gap(found, exact):
-    """The largest difference, of the largest value."""
+    """Return the largest difference, as a share of the largest value."""
     exact = exact.double().cpu()
     return ((found.double().cpu() - exact).abs().max() / exact.abs().max()).item()

@@ -1,5 +1,6 @@
-"""Analyses on a GPU give the CPU's numbers, and attached models in half precision are unchanged
-there.
+"""Analyses on a GPU give the numbers of the CPU.
+
+Attached models in half precision give the same numbers as before `attach`.
 """
 
 import copy
@@ -18,7 +19,7 @@ from tests.reference import variant
 
 PLAIN = dict(n_layers=2, n_kv_heads=3, positions="rotary", tied_unembed=False)
 FAMILIES = ["llama", "gemma2", "gpt_neox", "gpt_oss", "mixtral", "qwen3_moe", "deepseek_v3"]
-# Angles are computed in float32, by other instructions on a GPU.
+# Angles are computed in float32, and a GPU rounds them differently.
 CLOSE = dict(rtol=1e-4, atol=1e-6, equal_nan=True)
 
 if not torch.cuda.is_available():
@@ -55,7 +56,7 @@ def test_an_attribution_graph_is_that_of_the_cpu(kind):
         changes.append(graph.intervene({feature: 0.0}).true.cpu())
     ours, there = graphs
     assert [node.id for node in there.nodes] == [node.id for node in ours.nodes]
-    # Rows are sorted by influence, and rounding decides between equal rows.
+    # Rows are sorted by influence, and rounding decides the order of rows with equal influence.
     orders = [graph.column.cpu().argsort(stable=True) for graph in graphs]
     for name in ("rows", "by_attention"):
         rows = [
@@ -72,7 +73,7 @@ def test_attached_models(kind, dtype):
     there = pytest.importorskip("tests.attachable", reason="needs the extra hf")
     config = there.config_of(kind)
     for size in {"intermediate_size", "moe_intermediate_size"} & {*vars(config)}:
-        setattr(config, size, 16)  # kernels of experts in half precision want multiples of 8
+        setattr(config, size, 16)  # kernels of experts in half precision need multiples of 8
     model, tokens = there.made(kind, config=config).to("cuda", dtype), PAIRS.clean.to("cuda")
     twin = copy.deepcopy(model)
     attach(model)

@@ -1,7 +1,8 @@
-"""A GPU gives what the CPU gives, in every precision, and the host does not wait for it.
+"""Models on a GPU give the numbers of the CPU in every precision, and Python does not wait for the
+GPU.
 
-`python -m pytest tests/gpu -o addopts=` needs no network and, beyond PyTorch, what the project
-needs to run.
+`python -m pytest tests/gpu -o addopts=` needs no network. Apart from PyTorch, it needs only the
+libraries that the project needs to run.
 """
 
 import copy
@@ -44,7 +45,7 @@ def test_logits(where, kind, dtype, mask):
     real = options.get("attention_mask", torch.ones_like(text)).bool()
     expected = exact(text, **options)[real]
     assert gap(model(text, **options)[real.to(where)], expected) < TOLERANCE[dtype]
-    # From the device, too, and with the explicit computation.
+    # The same with tokens that are already on the device, and with the explicit computation.
     there = {name: value.to(where) for name, value in options.items()}
     logits, cache = HookedRunner(model).run_with_cache(text.to(where), names="*.pattern", **there)
     assert gap(logits[real.to(where)], expected) < TOLERANCE[dtype]
@@ -95,7 +96,7 @@ def test_attention_backends(where, kind, dtype, backend):
     assert gap(logits, exact(text)) < TOLERANCE[dtype]
 
 
-@pytest.mark.filterwarnings("ignore")  # norms of one dtype with weights of another are slower
+@pytest.mark.filterwarnings("ignore")  # PyTorch warns about slow norms of mixed dtypes
 @pytest.mark.parametrize("kind", KINDS)
 def test_autocast(where, kind):
     model, exact = pair(kind, where)
@@ -115,10 +116,7 @@ def test_autocast(where, kind):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_without_keys_leave_gradients_finite(where, kind, dtype):
-    """A query at padding on the left sees no key.
-
-    Its softmax must not spoil what is added to it.
-    """
+    """A query at padding on the left sees no key. Its softmax must not make gradients NaN."""
     model, exact = pair(kind, where, dtype)
     text = tokens()
     for one in (model, exact):
@@ -141,7 +139,7 @@ def test_gradients_of_a_text_of_several_blocks(where, kind):
 @pytest.mark.parametrize("kind", ["gpt2", "mistral"])
 @torch.no_grad()
 def test_blocks_on_the_cpu(where, kind):
-    """What moves there is complete before it is read."""
+    """If a block is on the CPU, the stream that is copied to it is complete before it is read."""
     model, exact = pair(kind, where)
     model.blocks[1].cpu()
     logits = model(tokens(), attention_mask=REAL)[REAL.to(where)]
@@ -175,7 +173,7 @@ def test_draws_follow_the_odds(where):
 def test_cached_runs_without_a_stop(where, without_stops, options):
     model, exact = pair("llama", where)
     runner, text = HookedRunner(model), tokens()
-    runner.run_with_cache(text, **options)  # libraries start
+    runner.run_with_cache(text, **options)  # in the first run, libraries wait to start
     with without_stops():
         cache = runner.run_with_cache(text, **options)[1]
     kept = runner.run_with_cache(text, device="cpu", **options)[1]
@@ -215,7 +213,7 @@ def test_training_equals_that_on_the_cpu(where):
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral"])
 @torch.no_grad()
 def test_peak_memory_of_a_long_text(where, kind):
-    """No matrix of all queries and keys is made: it would be 16 times what is allowed here."""
+    """No matrix of all queries and keys is formed. It would take 16 times the allowed memory."""
     if where == "cpu":
         pytest.skip("PyTorch counts the memory of a GPU")
     model, pos = copy.deepcopy(on_cpu(kind)).to(where, half()), 2**14
@@ -224,6 +222,6 @@ def test_peak_memory_of_a_long_text(where, kind):
         model.position_embedding = torch.nn.Embedding(pos, 96, device=where, dtype=half())
     text = tokens(1, pos)
     model(text, last=1)
-    # So large that the 32 MiB in which CUDA's matrix products work do not matter.
+    # The text is so long that the 32 MiB of workspace of CUDA's matrix products do not matter.
     scores = model.config.n_heads * pos**2 * 2
     assert peak_on_gpu(lambda: model(text, last=1)) * 2**20 < scores / 16

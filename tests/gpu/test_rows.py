@@ -1,4 +1,4 @@
-"""The benchmark's rows for a GPU, which must compute the same things."""
+"""The rows of the benchmark for a GPU: the compared calls compute the same numbers."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ def test_rows_of_the_benchmark(where, row):
     results = {name: call() for name, call in runnable(calls).items()}
     assert results
     if row == "forward":
-        # Peers have other random weights.
+        # The models of other libraries have other random weights.
         base, *ours = (logits for name, logits in results.items() if "transformers" not in name)
         assert all(torch.allclose(logits, base, atol=1e-5) for logits in ours)
     elif row == "decode":

@@ -1,10 +1,10 @@
-"""Known answers of GPT-2 medium, if its published weights are available."""
+"""GPT-2 medium gives a known answer. The test runs if the published weights are on this machine."""
 
 import pytest
 
 from models import generate, load, load_tokenizer
 
-# gpt2-inference.md, section 11.1: ten tokens at temperature 0.
+# Ten tokens at temperature 0, from section 11.1 of gpt2-inference.md.
 PROMPT = "What is the answer to life, the universe, and everything?"
 CONTINUATION = "\n\nThe answer is that we are all one"
 
@@ -13,7 +13,8 @@ def test_gpt2_medium_goes_on_as_it_is_known_to():
     hub = pytest.importorskip("huggingface_hub", reason="needs the extra hf")
     try:
         path = hub.snapshot_download("gpt2-medium", local_files_only=True)
-        model, tokenizer = load(path), load_tokenizer(path)  # a snapshot may hold some files only
+        # A snapshot in the cache may have only some of the files.
+        model, tokenizer = load(path), load_tokenizer(path)
     except FileNotFoundError as absent:
         pytest.skip(
             'the cache has not all of gpt2-medium (1.5 GB); models.load("gpt2-medium") fetches it: '

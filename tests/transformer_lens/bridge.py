@@ -1,7 +1,6 @@
-"""Caches of TransformerLens 4.3's bridge, of tiny models of `transformers` with weights that a seed
-gives.
+"""Caches of the bridge of TransformerLens 4.3, for tiny random models of `transformers`.
 
-`python -m tests.transformer_lens.bridge`, where that version is installed, makes `bridge.npz`.
+`python -m tests.transformer_lens.bridge` makes `bridge.npz`, if this version is installed.
 """
 
 import json
@@ -25,7 +24,7 @@ KINDS = {
 
 
 def made(kind):
-    """The model of a kind."""
+    """Return the random model of a kind."""
     import transformers
 
     config = getattr(transformers, f"{kind}Config")(**KINDS[kind])
@@ -38,7 +37,7 @@ def made(kind):
 
 
 def read(kind):
-    """What the points outside the blocks and those of block 1 gave, by name."""
+    """Return the values of block 1 and of the points outside of blocks, by name."""
     with np.load(FILE) as file:
         shapes = json.loads(str(file["shapes"]))[kind]
         ends = np.cumsum([int(np.prod(shape)) for shape in shapes.values()])

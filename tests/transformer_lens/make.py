@@ -1,9 +1,7 @@
-"""Make `models.npz`:
+"""Make `models.npz`: `python tests/transformer_lens/make.py`, with TransformerLens 2.16.1.
 
-`python tests/transformer_lens/make.py`, where TransformerLens 2.16.1 is installed.
-
-Every parameter is random, biases and gains included. Weights are whole numbers of 1/16, so that a
-byte holds one; those of folded models are float64. All is computed in float64.
+Every parameter is random, also biases and gains. Weights are multiples of 1/16, so each fits into a
+byte. The weights of folded models are in float64. Everything is computed in float64.
 """
 
 import json
@@ -46,12 +44,12 @@ def main():
 
 
 def made(name, changes):
-    """The random model of that name."""
+    """Return the random model with a name."""
     import torch
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
     config = HookedTransformerConfig(**SIZES | changes, dtype=torch.float64)
-    model = HookedTransformer(config).double().eval()  # experts start in float32
+    model = HookedTransformer(config).double().eval()  # experts ignore the dtype of the config
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
     with torch.no_grad():
         for path, parameter in model.named_parameters():
@@ -61,18 +59,20 @@ def made(name, changes):
             parameter.copy_((value.clamp(-1.9, 1.9) * STEP).round() / STEP)
     if name.startswith("processed"):
         model.process_weights_()
-        model.setup()  # names the points of its new norms
+        model.setup()  # gives names to the points of the new norms
     return model
 
 
 def cached(model, tokens):
-    """What the points outside the blocks and those of block 1 give, also those that are off by
-    default.
+    """Return the values of block 1 and of the points outside of blocks.
+
+    Points that are switched off by default are included.
     """
-    grouped = model.cfg.n_key_value_heads is not None  # it refuses `use_attn_in` then
+    # With grouped heads, TransformerLens does not allow `use_attn_in`.
+    grouped = model.cfg.n_key_value_heads is not None
     cache = {}
-    # Inputs that are split by head give norms another shape, so that the run without switches comes
-    # last.
+    # If inputs are split by head, values of norms have another shape. The run without this switch
+    # comes last, so its values remain.
     for switches in (["use_split_qkv_input"], [] if grouped else ["use_attn_in"], []):
         switches = [*switches, "use_attn_result", "use_hook_mlp_in"]
         for name in switches:
@@ -84,7 +84,10 @@ def cached(model, tokens):
 
 
 def flat(kind, values):
-    """All values one after the other, in the smallest exact form; a cache in float32."""
+    """Return all values joined in one array, with the smallest dtype that is exact.
+
+    Values of a cache are rounded to float32.
+    """
     joined = np.concatenate([np.zeros(0), *(value.ravel() for value in values.values())])
     whole = np.round(joined * STEP)
     if kind == "state" and np.array_equal(whole / STEP, joined):

@@ -1,12 +1,10 @@
-"""Make `rows.npz`:
+"""Make `rows.npz`: `python -m tests.transformer_lens.make_rows`, with TransformerLens 2.16.1.
 
-`python -m tests.transformer_lens.make_rows`, where TransformerLens 2.16.1 is installed.
-
-It runs the left column of the tables in `examples/guides/from_transformer_lens.py`, on the weights
-of the bundled model, and keeps the first numbers of each result.
+It runs the left column of the tables in `examples/guides/from_transformer_lens.ipynb`, with the
+weights of the bundled model, and stores the first numbers of each result.
 """
 
-# ruff: noqa: F401  # lines of the tables use what it imports
+# ruff: noqa: F401  # the lines of the tables use these imports
 
 import contextlib
 import io
@@ -38,9 +36,9 @@ def main():
 
 
 def namespace():
-    """What the left column finds:
+    """Return the names that the lines of the left column use.
 
-    TransformerLens' model with the weights of ours, texts, and a run.
+    They are a model of TransformerLens with the weights of our model, texts, and a run.
     """
     import torch
     from transformer_lens import (
@@ -55,9 +53,8 @@ def namespace():
 
     ours = rows.guide()
     model, folded = theirs(ours["model"]), theirs(ours["model"])
-    folded.fold_value_biases = lambda state: (
-        state
-    )  # otherwise heads would write without these biases
+    # Do not fold the biases of values. Otherwise the outputs of heads would not include them.
+    folded.fold_value_biases = lambda state: state
     folded.process_weights_()
     folded.setup()
     model.set_use_attn_result(False)
@@ -75,7 +72,7 @@ def namespace():
 
 
 def theirs(ours):
-    """The same model in TransformerLens, with a tokenizer of characters."""
+    """Return the same model in TransformerLens, with a tokenizer of characters."""
     import tokenizers
     import torch
     from transformer_lens import HookedTransformer, HookedTransformerConfig
@@ -88,10 +85,10 @@ def theirs(ours):
     )
     core.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     core.decoder = tokenizers.decoders.Fuse()
-    # Not the first one: it takes tokens 0 for padding while it generates.
+    # Do not use token 0, because TransformerLens takes it for padding in a generation.
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), pieces[-1])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **special)
-    # Else it loads another from the hub.
+    # With these settings, TransformerLens does not load another tokenizer from the hub.
     tokenizer.init_kwargs |= {"add_bos_token": True, "name_or_path": ""}
     config = HookedTransformerConfig(
         n_layers=c.n_layers,

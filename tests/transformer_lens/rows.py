@@ -1,4 +1,4 @@
-"""The rows of the tables in the guide: lines of TransformerLens, and of ours."""
+"""The rows of the tables in the guide: a line of TransformerLens, and a line of this package."""
 
 import ast
 import json
@@ -8,11 +8,11 @@ import numpy as np
 
 FILE = Path(__file__).with_name("rows.npz")
 GUIDE = Path(__file__).parents[2] / "examples" / "guides" / "from_transformer_lens.ipynb"
-KEPT = 80  # numbers of each result
+KEPT = 80  # how many numbers of each result are stored
 
 
 def of_the_guide():
-    """Both lines of each row of the tables that come after the imports."""
+    """Yield both lines of each row, in the tables of the guide that come after the imports."""
     cells = json.loads(GUIDE.read_text())["cells"]
     code = next(n for n, cell in enumerate(cells) if "import torch" in "".join(cell["source"]))
     texts = ["".join(c["source"]) for c in cells[code:] if c["cell_type"] == "markdown"]
@@ -24,7 +24,7 @@ def of_the_guide():
 
 
 def guide():
-    """The names that the guide's code makes."""
+    """Run the code of the guide, and return its names."""
     names = {"__name__": "guide"}
     for cell in json.loads(GUIDE.read_text())["cells"]:
         code = "".join(cell["source"])
@@ -34,7 +34,10 @@ def guide():
 
 
 def result(code, names):
-    """What a line gives: its last expression, or else the value of `logits`."""
+    """Run a line, and return the value of its last expression.
+
+    If the last statement is not an expression, return the value of `logits`.
+    """
     *before, last = ast.parse(code).body
     if not isinstance(last, ast.Expr):
         exec(code, names)
@@ -44,9 +47,9 @@ def result(code, names):
 
 
 def numbers(value):
-    """The first numbers of a tensor, a number or lists of them, or the characters of texts;
+    """Return the first numbers of a result, to compare it. Characters of texts become numbers.
 
-    None of others.
+    Results of other kinds give None.
     """
     value = "".join(value) if isinstance(value, list) and isinstance(value[0], str) else value
     if isinstance(value, str):
