@@ -1,13 +1,7 @@
-"""The object of an attached model: the parts that analyses use, its texts, and the way to detach.
-
-An attachment stores the settings of the call of `attach`, and the modules, sizes and kernels of the
-model. A later call of `attach` with equal settings returns this attachment if the model still has
-the same modules, sizes and kernels. Any other call creates a new attachment.
-"""
+"""The object of an attached model: the parts that analyses use, its texts, and how to detach it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +14,6 @@ from hooks.base import (
     agree,
     carried,
     is_fully_sharded,
-    is_same,
     logits_rounding,
     remove_hooks,
     require_module,
@@ -28,7 +21,7 @@ from hooks.base import (
     to_device,
     without_gradients,
 )
-from hooks.shared import PartPoint, Session, Wire, hooks_disabled, inside, is_listened_to
+from hooks.shared import Session, Wire, hooks_disabled, inside, is_listened_to
 from models.attached.context import CACHES, AttachedContext, repeatable_context
 from models.attached.forward import Forward, PaddedPositions
 from models.attached.original import (
@@ -46,6 +39,7 @@ from models.attached.original import (
     uncached,
 )
 from models.attached.points import TOP, Blocks
+from models.attached.settings import AttachSettings
 from models.attached.stacks import Stack, Tower, absent_parts, unembed_of
 from models.attached.view import PlainView
 from models.attached.wires import restore_methods
@@ -514,83 +508,3 @@ def _same(value: Any, earlier: Any) -> bool:
     The `repr` of a config contains its values, so two copies of a config are equal.
     """
     return repr(value) == repr(earlier)
-
-
-@dataclass(eq=False)
-class AttachSettings:
-    """The settings of a call of `attach`, and the state of the model in that call.
-
-    Attributes:
-        example, blocks, attn, mlp: see `attach`.
-        modules: the modules of the attached model, points included, by name.
-        shapes: the shape of each parameter, by name.
-        kernels: the attention kernel of each module with a config.
-    """
-
-    example: Any
-    blocks: str | None
-    attn: str | None
-    mlp: str | None
-    modules: dict[str, nn.Module] = field(default_factory=dict)
-    shapes: dict[str, torch.Size] = field(default_factory=dict)
-    kernels: list[str] = field(default_factory=list)
-
-    def note(self, model: nn.Module) -> None:
-        """Store the modules, sizes and kernels of a model that has its points."""
-        self.modules = _modules(model)
-        self.shapes = _shapes(model)
-        self.kernels = _kernels(model)
-
-    def hold_for(self, other: "AttachSettings", model: nn.Module) -> bool:
-        """Return whether `other` has equal settings, and the model has not changed since `attach`.
-
-        The modules, the sizes and the kernels of the model are compared.
-        """
-        names = ("blocks", "attn", "mlp")
-        if any(getattr(self, name) != getattr(other, name) for name in names):
-            return False
-        if not _are_equal(self.example, other.example):
-            return False
-        if self.modules != _modules(model) or self.shapes != _shapes(model):
-            return False
-        return self.kernels == _kernels(model)
-
-
-def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a model by name, without any `PartPoint`."""
-    # A `PartPoint`, for example of a spliced dictionary, exists only inside a `with`, so it is no
-    # change of the model.
-    return {
-        name: module for name, module in model.named_modules() if not isinstance(module, PartPoint)
-    }
-
-
-def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """Return the shape of each parameter, by name."""
-    return {name: weight.shape for name, weight in model.named_parameters()}
-
-
-def _kernels(model: nn.Module) -> list[str]:
-    """Return the attention kernel of each module with a config."""
-    return [str(config._attn_implementation) for config in configs_of(model).values()]
-
-
-def _are_equal(first: Any, second: Any) -> bool:
-    """Return whether two examples have the same names and values."""
-    if first is second:
-        return True
-    if first is None or second is None:
-        return False
-    first_tensors = [*tensors_in(first)]
-    second_tensors = [*tensors_in(second)]
-    # `repr` may shorten tensors, so tensors are compared separately.
-    return (
-        repr(first) == repr(second)
-        and len(first_tensors) == len(second_tensors)
-        and all(map(_is_same_there, first_tensors, second_tensors))
-    )
-
-
-def _is_same_there(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors have the same numbers and the same device."""
-    return first.device == second.device and is_same(first, second)

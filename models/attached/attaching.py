@@ -1,39 +1,30 @@
 """attach: puts hook points into a model of `transformers`, and checks that the points work.
 
-1. Run each example on the unchanged model, and again with every call recorded (`_record`, with
-   `probe`).
-2. Find the stacks of blocks (`stacks`), and the parts of each block (`layout`).
-3. Add points to these parts, and hooks that pass values through the points (`points`).
-4. Check that each point has the value that its name promises (`checks`). A point that fails a check
+1. Return the earlier attachment if its settings are equal, or else remove it (`settings`).
+2. Run each example on the unchanged model, and again with every call recorded (`probe`).
+3. Find the stacks of blocks (`stacks`), and the parts of each block (`layout`).
+4. Add points to these parts, and hooks that pass values through the points (`points`).
+5. Check that each point has the value that its name promises (`checks`). A point that fails a check
    is removed, and the reason is stored.
-5. Return the object that analyses use (`attached`).
+6. Return the object that analyses use (`attached`).
 """
 
 from typing import Any
 
 from torch import nn
 
-from hooks import HookError
-from hooks.base import carried, explains_calls, hooks_of, require_module
-from models.attached.attached import Attached, AttachSettings
+from hooks.base import explains_calls
+from models.attached.attached import Attached
 from models.attached.attention import register
 from models.attached.checks import check_points
 from models.attached.layout import Roles
-from models.attached.original import (
-    AttachError,
-    ExampleArguments,
-    configs_of,
-    examples_of,
-    is_encoder_decoder,
-    kernel_name,
-    reading,
-)
-from models.attached.points import TOP, place_points, points_of
-from models.attached.probe import Alone, ProbeRun, probed, seen_alone
+from models.attached.original import examples_of, reading
+from models.attached.points import place_points, points_of
+from models.attached.probe import recorded
+from models.attached.settings import AttachSettings, earlier_attachment, make_room
 from models.attached.stacks import find_stacks
 from models.mode import mode
 from models.text.tokenizer import as_tokenizer
-from models.transformer import Transformer
 
 
 @explains_calls
@@ -109,26 +100,22 @@ def attach(
     >>> cache["pattern", 0].shape
     torch.Size([1, 2, 3, 3])
     """
-    _require_attachable(model)
+    earlier: Attached | None = earlier_attachment(model)
     settings = AttachSettings(example, blocks, attn=attn, mlp=mlp)
     reader = as_tokenizer(tokenizer)
-    earlier: Attached | None = carried(model, "language_parts")
-    if earlier is not None:
-        reader = earlier.tokenizer if tokenizer is None else reader
-        if earlier.settings is not None and earlier.settings.hold_for(settings, model):
-            earlier.tokenizer = reader
-            return earlier
-        _require_no_hooks(model)
-        earlier.remove()
-    _require_free_names(model)
+    if earlier is not None and tokenizer is None:
+        reader = earlier.tokenizer
+    if earlier is not None and settings.hold_for(earlier.settings, model):
+        earlier.tokenizer = reader
+        return earlier
+    make_room(model, earlier)
     examples = examples_of(model, example)
-    if configs := configs_of(model):
-        register({kernel_name(config) for config in configs.values()})
+    register(model)
     attached = Attached(model)
     try:
         # Dropout would make the runs differ, and points would fail their checks.
         with mode(model, training=False), reading(model, ""):
-            probes = _record(attached, examples)
+            probes = recorded(attached, examples)
             stacks = find_stacks(
                 model, probes, roles=Roles(blocks, attn, mlp), kernels=attached.kernels
             )
@@ -145,108 +132,3 @@ def attach(
     settings.note(model)
     attached.settings = settings
     return attached
-
-
-def _require_attachable(model: nn.Module) -> None:
-    """Require a model that can get points: with weights, not compiled, and without attached parts.
-
-    Raises:
-        TypeError: if it is not a module, or is a `models.Transformer` or a compiled model.
-        ValueError: if it has no weights, or if a part of it, or a model that contains it, is
-            attached.
-    """
-    require_module(model)
-    if isinstance(model, Transformer):
-        raise TypeError(
-            "a models.Transformer already has points; use HookedRunner(model) without attach"
-        )
-    if hasattr(model, "_orig_mod"):
-        raise TypeError("attach must come before torch.compile; got a compiled model")
-    if all(weight.is_meta for weight in model.parameters()) and not hasattr(model, "_hf_hook"):
-        kind = type(model).__name__
-        raise ValueError(f"attach runs the model, so it must have weights; got {kind} on meta")
-    if carried(model, "language_parts") is not None:
-        return
-    for name, module in model.named_modules():
-        if carried(module, "language_parts") is not None:
-            raise ValueError(
-                f"no part of the model may be attached; {name} is attached: call "
-                f"detach(model.{name}) first"
-            )
-        if carried(module, "hook_points") is not None:
-            raise ValueError(
-                "the model must not be part of a larger attached model: detach that model first "
-                f"(its points are in {name or 'this model'})"
-            )
-
-
-def _require_no_hooks(model: nn.Module) -> None:
-    """Require points without hooks, because creating the points again would lose the hooks.
-
-    Raises:
-        HookError: if a point has a hook.
-    """
-    points = {*points_of(model)}
-    for name, module in model.named_modules():
-        if module in points and hooks_of(module):
-            raise HookError(
-                f"points must have no hooks when attach creates them again; got a hook at {name}: "
-                "leave its with block or remove its handle (HookedRunner(model).handles)"
-            )
-
-
-def _require_free_names(model: nn.Module) -> None:
-    """Require that the names of the points (`TOP`: `embed`, `blocks`, ...) are free in the model.
-
-    Raises:
-        ValueError: if the model has an attribute of this name. The error contains the name.
-    """
-    parts = ("encoder", "decoder") if is_encoder_decoder(model) else ()
-    children = dict(model.named_children())
-    for owner in (model, *map(children.get, parts)):
-        for name in TOP:
-            if hasattr(owner, name):
-                raise ValueError(f"{', '.join(TOP)} must be free for points; the model has {name}")
-
-
-def _record(attached: Attached, examples: list[ExampleArguments]) -> list[ProbeRun]:
-    """Return a record of each example: the model's run on it, with every call of a module.
-
-    The configs of the modules are replaced by copies that ask for `hooked_attention`, which records
-    its caller.
-
-    Raises:
-        AttachError: if the logits are missing or NaN.
-    """
-    model = attached.model
-    runs = [seen_alone(model, example) for example in examples]
-    if runs[0].logits.is_meta or runs[0].logits.isnan().any():
-        raise AttachError(
-            f"logits must be numbers; {type(model).__name__} returned NaN, or no values"
-        )
-    if not examples[0].runs_with_cache(model):
-        attached.needed = attached.uncached
-    attached.take_over()
-    return [_probed(attached, run, is_second=n > 0) for n, run in enumerate(runs)]
-
-
-def _probed(attached: Attached, before: Alone, is_second: bool) -> ProbeRun:
-    """Return a record of the model's run on an example.
-
-    If the record of the first example shows no attention, or its run differs from `before`, the
-    configs are restored, and the run is recorded again while PyTorch's functions are watched.
-
-    Args:
-        attached: the model's parts.
-        before: the same run of the unchanged model.
-        is_second: whether this is the second example, with images or sounds for the towers.
-    """
-    # Attention is found in one of two ways: its module calls `hooked_attention`, or PyTorch's
-    # functions are watched. A tower or an encoder may need the other way than the text, so its run
-    # is always watched.
-    watch = is_second or is_encoder_decoder(attached.model)
-    probe = probed(attached.model, before, watch)
-    if not (probe.attention and probe.is_as(before)) and not is_second:
-        attached.restore_configs()
-        probe = probed(attached.model, before, watch=True)
-    return probe

@@ -15,7 +15,7 @@
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ from models.attached.context import (
     past_of,
     take_cache,
 )
-from models.attached.original import HOOKED, Kernel, kernel_name, kernel_of
+from models.attached.original import HOOKED, Kernel, configs_of, kernel_name, kernel_of
 from models.attached.probe import ATTENTION, FUSED, kind_of
 from models.attached.wires import Replaced, fire, rows_of
 from models.dot_product import require_room_for_scores
@@ -47,12 +47,17 @@ from models.dot_product import require_room_for_scores
 Heads = Float[Tensor, "batch head query d_head"]
 
 
-def register(kernels: Iterable[str]) -> None:
-    """Register `hooked_attention` in `transformers`, under a separate name for each kernel.
+def register(model: nn.Module) -> None:
+    """Register `hooked_attention` in `transformers`, under a name for each kernel of a model.
+
+    A model without a config of `transformers` needs no registration.
 
     Raises:
         ImportError: if `transformers` is missing, or older than 5.6.
     """
+    kernels = {kernel_name(config) for config in configs_of(model).values()}
+    if not kernels:
+        return
     transformers = library("transformers")
     version = transformers.__version__
     if tuple(map(int, version.split(".")[:2])) < (5, 6):

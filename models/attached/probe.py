@@ -6,7 +6,8 @@
 3. If a module computes attention in its own code, a mode that sees each call of a function of
    PyTorch records products of matrices and softmaxes instead (`Watching`).
 4. All hooks are removed, and the record remains.
-5. A stack of blocks may join rows and positions in one axis. `ProbeRun.apart` returns the record
+5. The run must equal the run of the unchanged model. Otherwise it is recorded again (`recorded`).
+6. A stack of blocks may join rows and positions in one axis. `ProbeRun.apart` returns the record
    with two axes.
 """
 
@@ -24,7 +25,13 @@ from torch.overrides import TorchFunctionMode
 from hooks import HookPoint
 from hooks.base import memory_of, tensors_in, version, without_gradients
 from hooks.shared import Session
-from models.attached.original import ExampleArguments, kernel_of, logits_of
+from models.attached.original import (
+    AttachError,
+    ExampleArguments,
+    is_encoder_decoder,
+    kernel_of,
+    logits_of,
+)
 from models.mode import mode
 
 PRODUCTS = ("matmul", "bmm", "baddbmm")
@@ -308,3 +315,50 @@ def arguments_of(
             session.before(module, lambda *call, module=module: calls.update({module: call}))
         run()
     return calls
+
+
+def recorded(attached: Any, examples: Sequence[ExampleArguments]) -> list[ProbeRun]:
+    """Return a record of each example: the model's run on it, with every call of a module.
+
+    Each example first runs on the unchanged model. Then the configs of the modules are replaced by
+    copies that ask for `hooked_attention`, which records its caller.
+
+    Args:
+        attached: the model's parts. Its `needed` and its configs are set.
+        examples: the arguments of the runs.
+
+    Raises:
+        AttachError: if the logits are missing or NaN.
+    """
+    model = attached.model
+    runs = [seen_alone(model, example) for example in examples]
+    if runs[0].logits.is_meta or runs[0].logits.isnan().any():
+        raise AttachError(
+            f"logits must be numbers; {type(model).__name__} returned NaN, or no values"
+        )
+    if not examples[0].runs_with_cache(model):
+        attached.needed = attached.uncached
+    attached.take_over()
+    return [_probed(attached, run, is_second=n > 0) for n, run in enumerate(runs)]
+
+
+def _probed(attached: Any, before: Alone, is_second: bool) -> ProbeRun:
+    """Return a record of the model's run on an example.
+
+    If the record of the first example shows no attention, or its run differs from `before`, the
+    configs are restored, and the run is recorded again while PyTorch's functions are watched.
+
+    Args:
+        attached: the model's parts.
+        before: the same run of the unchanged model.
+        is_second: whether this is the second example, with images or sounds for the towers.
+    """
+    # Attention is found in one of two ways: its module calls `hooked_attention`, or PyTorch's
+    # functions are watched. A tower or an encoder may need the other way than the text, so its run
+    # is always watched.
+    watch = is_second or is_encoder_decoder(attached.model)
+    probe = probed(attached.model, before, watch)
+    if not (probe.attention and probe.is_as(before)) and not is_second:
+        attached.restore_configs()
+        probe = probed(attached.model, before, watch=True)
+    return probe

@@ -126,7 +126,7 @@ ERRORS = [
         ("stacks.layout_of", "'model.layers.0'"),
         ("checks.arguments_of", "'model.layers'"),
         ("stacks.stacks_of", "LlamaForCausalLM"),
-        ("attaching.probed", "LlamaForCausalLM"),
+        ("probe.probed", "LlamaForCausalLM"),
     ],
 )
 def test_any_error_while_a_model_is_read_names_the_module(step, named, error, monkeypatch):
