@@ -2,6 +2,8 @@
 
 import argparse
 
+import torch
+
 from hooks import HookedRunner
 from interp import edits
 from interp.cli.common import model_of, print_or_write, text_of
@@ -34,7 +36,11 @@ def run(options: argparse.Namespace) -> None:
             settings = {"do_sample": options.temperature > 0}
             if options.temperature > 0:
                 settings["temperature"] = options.temperature
-            rows = model.generate(tokens, max_new_tokens=options.tokens, **settings)
+            # `transformers` draws from PyTorch's global generators, which are restored afterwards.
+            devices = [model.device] if model.device.type == "cuda" else []
+            with torch.random.fork_rng(devices):
+                torch.manual_seed(options.seed)
+                rows = model.generate(tokens, max_new_tokens=options.tokens, **settings)
             text = language.to_text(rows[0])
     about = {"edits": options.edit, "steered by": options.steer}
     print_or_write(options, text, {"prompt": prompt, "text": text, **about})

@@ -202,16 +202,41 @@ def test_a_generation_is_steered_by_a_file(tmp_path, capsys):
         assert message in refused(capsys, "generate", "--prompt", "x", "--steer", wrong)
 
 
-def test_a_family_without_a_table_is_attached(tmp_path, capsys, monkeypatch):
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
+def saved(kind, folder):
+    """Save a tiny model with a tokenizer of the words w0, w1, ..., and return the model."""
+    tokenizers, transformers = map(pytest.importorskip, ("tokenizers", "transformers"))
     from tests.attachable import VOCAB, made
 
-    model, words = made("olmoe"), {f"w{n}": n for n in range(VOCAB)}
-    model.save_pretrained(tmp_path)
-    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    model = made(kind)
+    model.save_pretrained(folder)
+    plain = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({f"w{n}": n for n in range(VOCAB)}, unk_token="w0")
+    )
     plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=plain).save_pretrained(tmp_path)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=plain).save_pretrained(folder)
+    return model
+
+
+def test_the_seed_of_a_generation_of_an_attached_model(tmp_path, capsys):
+    """Each seed gives the same text again, and the caller's random numbers do not change."""
+    model = saved("olmoe", tmp_path)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(5)
+        settings = dict(max_new_tokens=9, do_sample=True, temperature=1.0)
+        expected = model.generate(torch.tensor([[3, 5, 7]]), **settings)[0].tolist()
+    given = ["generate", "--model", str(tmp_path), "--prompt", "w3 w5 w7", "--tokens", "9"]
+    given += ["--temperature", "1"]
+    state = torch.get_rng_state()
+    text = printed(capsys, *given, "--seed", "5")
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(3)
+    assert printed(capsys, *given, "--seed", "5") == text
+    assert text.split() == [f"w{token}" for token in expected]
+    assert printed(capsys, *given, "--seed", "6") != text
+
+
+def test_a_family_without_a_table_is_attached(tmp_path, capsys, monkeypatch):
+    model = saved("olmoe", tmp_path)
     expected = model(torch.tensor([[3, 5, 7]])).logits[0, -1].softmax(-1).max().item()
     given = ["--model", str(tmp_path), "--prompt", "w3 w5 w7", "--json"]
     data = json.loads(printed(capsys, "lens", *given))
@@ -246,16 +271,8 @@ def with_code(folder, config, tokenizer_config=None):
 
     Return the path of the marker file that the code writes when it runs.
     """
-    from tests.attachable import VOCAB, made
-
-    tokenizers, transformers = map(pytest.importorskip, ("tokenizers", "transformers"))
     marker = folder.with_name(f"{folder.name} ran")
-    made("olmo").save_pretrained(folder)
-    plain = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({f"w{n}": n for n in range(VOCAB)}, unk_token="w0")
-    )
-    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=plain).save_pretrained(folder)
+    saved("olmo", folder)
     (folder / "code.py").write_text(CODE.format(marker=str(marker)))
     for name, more in (("config.json", config), ("tokenizer_config.json", tokenizer_config)):
         if more is not None:
