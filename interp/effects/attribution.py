@@ -21,13 +21,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from hooks import Point
-from hooks.base import progress_of, require_choice, shows_progress
+from hooks.base import Texts, progress_of, require_choice, shows_progress
 from hooks.shared import Session, names_by_layer
 from interp.effects.qk_correction import RecordedAttention, corrected
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.runs.estimates import compared, effects, of_layers
 from interp.runs.gradients import Gradients, warn_of_flat
+from interp.runs.models import require_no_direction
 from interp.runs.runs import Runs
 from interp.runs.sites import Choice, Sites, Some
 
@@ -39,11 +40,12 @@ Estimate = Callable[[Tensor], Tensor]
 @of_pairs
 def attribution_patching(
     model: nn.Module,
-    pairs: Pairs,
+    pairs: "Pairs | Texts",
     site: str = "resid_pre",
     over: Sequence[str] | None = None,
     *,
     direction: PatchingDirection = "denoising",
+    source: nn.Module | None = None,
     layers: Some = None,
     heads: Some = None,
     neurons: int | None = None,
@@ -70,6 +72,7 @@ def attribution_patching(
             layers do not add up to the effect of patching them together.
         direction: `denoising` edits the corrupted run and takes gradients there; `noising` edits
             the clean run.
+        source: see `activation_patching`. Gradients are gradients of `model`.
         layers, heads, neurons: see `activation_patching`.
         qk_correction: at the sites `q` and `k`, compute the softmax of attention again for each
             query, and for one key position at a time, and take gradients at the pattern. It costs a
@@ -111,7 +114,8 @@ def attribution_patching(
     exact effect is -0.74.
     """
     choice = Choice(site=site, over=over, layers=layers, heads=heads, neurons=neurons)
-    runs = Runs(model, pairs, direction)
+    require_no_direction(source, direction, "denoising")
+    runs = Runs(model, pairs, direction=direction, source=source)
     sites = compared(runs, choice)
     attentions = _attentions(sites, site) if qk_correction else {}
     # Map each point whose gradient is used to its point of the site.

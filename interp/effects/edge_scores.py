@@ -15,7 +15,7 @@ In a model of 1 layer with 2 heads and an MLP, on one text of 3 tokens:
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -163,6 +163,11 @@ class _Target(NamedTuple):
     columns: slice
 
 
+def _factors(graph: Graph, device: torch.device) -> list[Any]:
+    """Return the factors that the writers of each layer carry, on a device."""
+    return [all_to_device(layer.added, device) for layer in graph.layers]
+
+
 class EdgeScores:
     """The scores of the edges of a graph, computed from gradients of runs of one text.
 
@@ -174,6 +179,7 @@ class EdgeScores:
         points: the graph and its points.
         where: the positions at which writers change.
         source: values of the other run, at `graph.needed`.
+        source_graph: the graph of the model of the other run.
         base: values of the base run, at `points.names`.
         device: the device on which the scores are computed.
     """
@@ -183,6 +189,7 @@ class EdgeScores:
         points: ScoredPoints,
         where: ChangedPositions,
         source: Mapping[str, Tensor],
+        source_graph: Graph,
         base: Mapping[str, Tensor],
         device: torch.device,
     ) -> None:
@@ -190,9 +197,11 @@ class EdgeScores:
         self.graph = points.graph
         self._device = device
         self._source = source
+        self._source_graph = source_graph
         self._base = base
         self.where: ChangedPositions = all_to_device(where, device)
-        self._factors = [all_to_device(layer.added, device) for layer in self.graph.layers]
+        self._factors = _factors(self.graph, device)
+        self._source_factors = _factors(source_graph, device)
 
     def changes(
         self, rows: slice, space: Float[Tensor, "writer batch n d_model"] | None = None
@@ -205,27 +214,33 @@ class EdgeScores:
                 overwritten. Default: new memory.
         """
         graph = self.graph
-        base = self._values(self._base, self.where.here, rows)
-        source = self._values(self._source, self.where.there, rows)
+        source_graph = self._source_graph
+        base = self._values(graph, self._base, self.where.here, rows)
+        source = self._values(source_graph, self._source, self.where.there, rows)
         if space is None:
             stream = base[graph.points[-1]]
             space = stream.new_empty(len(graph.writers), *stream.shape)
-        in_source = graph.all_writers(source.__getitem__, added=self._factors)
+        in_source = source_graph.all_writers(source.__getitem__, added=self._source_factors)
         in_base = graph.all_writers(base.__getitem__, added=self._factors)
         start = 0
         for source_writers, base_writers in zip(in_source, in_base, strict=True):
             stop = start + len(base_writers.names)
-            change = source_writers.values - base_writers.values
-            source_writers._replace(values=change).put(space[start:stop])
+            if source_graph is graph:
+                # Both runs have the same output weights, so the change of `z` is mapped once.
+                change = source_writers.values - base_writers.values
+                source_writers._replace(values=change).put(space[start:stop])
+            else:
+                space[start:stop] = source_writers.vectors() - base_writers.vectors()
             start = stop
         return space
 
     def _values(
-        self, values: Mapping[str, Tensor], columns: Tensor, rows: slice
+        self, graph: Graph, values: Mapping[str, Tensor], columns: Tensor, rows: slice
     ) -> dict[nn.Module, Tensor]:
         """Return the values of a run by point, at some columns of some examples.
 
         Args:
+            graph: the graph of the model of the run.
             values: the values of whole texts, by the name of the point.
             columns: the columns of all examples.
             rows: the examples.
@@ -236,7 +251,7 @@ class EdgeScores:
             index = all_to_device((row, columns[rows]), value.device)
             return to_device(at_least_float32(value[index]), self._device)
 
-        points = zip(self.graph.points, self.graph.needed, strict=True)
+        points = zip(graph.points, graph.needed, strict=True)
         return {point: at_columns(values[name]) for point, name in points}
 
     def of_all(self, run: Gradients) -> Float[Tensor, "writer column group batch"]:

@@ -20,17 +20,18 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import Point
-from hooks.base import require_choice, shows_progress, warn, without_gradients
+from hooks.base import Texts, require_choice, shows_progress, warn, without_gradients
 from interp.effects.edge_scores import EdgeScores, ScoredPoints, changed_positions
 from interp.graph import Graph
 from interp.measuring import Metric, per_example
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.runs.gradients import Gradients, warn_of_flat
+from interp.runs.models import require_no_direction
 from interp.runs.runs import Runs
 from interp.runs.trapezoid import TOLERANCE, Steps, averaged
 
@@ -45,12 +46,13 @@ _TOKENS = 1024
 @of_pairs
 def edge_attribution(
     model: nn.Module,
-    pairs: Pairs,
+    pairs: "Pairs | Texts",
     method: str = "eap",
     over: Literal["pos", "span"] | None = None,
     *,
     steps: Steps = "auto",
     direction: PatchingDirection = "noising",
+    source: nn.Module | None = None,
     split_embeddings: bool = False,
     progress: bool = True,
 ) -> Result:
@@ -85,6 +87,9 @@ def edge_attribution(
             steps. The method `eap` has no steps.
         direction: `noising` edits the clean run, as circuits do; `denoising` edits the corrupted
             run.
+        source: see `activation_patching`. The outputs of its writers are computed with its own
+            weights. Gradients are gradients of `model`. Biases have no edges, so no score contains
+            a difference of biases.
         split_embeddings: whether token and position embeddings are two separate writers; see
             `Graph`. For `eap_ig_inputs`, both together are the input.
         progress: whether to show a bar after two seconds.
@@ -121,16 +126,23 @@ def edge_attribution(
     require_choice("method", method, METHODS)
     if method == "eap" and steps != "auto":
         raise ValueError(f"steps must be left out for method 'eap', which has none; got {steps!r}")
+    require_no_direction(source, direction, "noising")
     graph = Graph(model, split_embeddings)
-    runs = Runs(graph.runner().model, pairs, direction)
-    source = runs.source(graph.needed)
+    source_graph = graph if source is None else Graph(source, split_embeddings)
+    runs = Runs(graph.runner().model, pairs, direction=direction, source=source)
+    source_values = runs.source(graph.needed)
     prompts = None if runs.rows is runs.pairs else runs.prompts
     where = changed_positions(over, runs.text, runs.other, prompts)
     points = ScoredPoints(graph)
     start = Gradients(runs.runner, runs.text, metric=runs.metric, names=points.names)
     base = start.base
     edge_scores = EdgeScores(
-        points, where, source=source, base=start.values, device=runs.target.device
+        points,
+        where,
+        source=source_values,
+        source_graph=source_graph,
+        base=start.values,
+        device=runs.target.device,
     )
     scored = PathScores(edge_scores.of_all(start))
     difference = runs.target - base
@@ -145,7 +157,8 @@ def edge_attribution(
             scored = paths.of_input(scored.scores)
         else:
             scored = paths.of_writers(scored.scores)
-    about, gap = _checked_sums(scored, difference)
+    has_edges = graph.allowed.any(1).to(scored.scores.device)
+    about, gap = _checked_sums(scored, difference, has_edges)
     if gap > TOLERANCE:
         rule = f"scores of edges should add up to within {TOLERANCE} of the change of the metric"
         warn(f"{rule}; got a gap of {gap:.2g}")
@@ -157,16 +170,24 @@ def edge_attribution(
     return runs.result(values, labels, base, estimate=method, **about)
 
 
-def _checked_sums(scored: "PathScores", difference: Tensor) -> tuple[dict[str, Any], float]:
+def _checked_sums(
+    scored: "PathScores", difference: Tensor, has_edges: Bool[Tensor, " writer"]
+) -> tuple[dict[str, Any], float]:
     """Return the gaps between the sums of edges and their expected values, and the largest gap.
+
+    Args:
+        scored: the scores of all edges, and the attribution of each writer.
+        difference: the difference of the metrics of the two runs.
+        has_edges: False for writers without edges. These are biases, which are equal in two runs of
+            one model and differ in runs of two models.
 
     Raises:
         ValueError: if a score or the difference of the metrics is not finite.
     """
     if not (scored.scores.isfinite().all() and difference.isfinite().all()):
         raise ValueError("scores and metrics must be finite; got numbers that are not finite")
-    edges = scored.scores[:, :-1]
-    nodes = scored.scores[:, -1]
+    edges = scored.scores[has_edges, :-1]
+    nodes = scored.scores[has_edges, -1]
     gap = (edges.sum(1) - nodes).abs().max() / nodes.abs().max()
     about: dict[str, Any] = {"node_gap": _rounded(gap)}
     if scored.gaps is not None:

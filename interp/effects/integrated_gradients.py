@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from hooks import Point
-from hooks.base import at_least_float32, progress_of, shows_progress, warn
+from hooks.base import Texts, at_least_float32, progress_of, shows_progress, warn
 from interp import edits
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.runs.estimates import compared, effects, of_layers
 from interp.runs.gradients import Gradients
+from interp.runs.models import require_no_direction
 from interp.runs.runs import Runs
 from interp.runs.sites import Choice, Sites, Some
 from interp.runs.trapezoid import TOLERANCE, Mean, Steps, averaged
@@ -34,12 +35,13 @@ from interp.runs.trapezoid import TOLERANCE, Mean, Steps, averaged
 @of_pairs
 def integrated_gradients(
     model: nn.Module,
-    pairs: Pairs,
+    pairs: "Pairs | Texts",
     site: str = "embed",
     over: Sequence[str] | None = None,
     *,
     steps: Steps = "auto",
     direction: PatchingDirection = "denoising",
+    source: nn.Module | None = None,
     layers: Some = None,
     heads: Some = None,
     neurons: int | None = None,
@@ -62,7 +64,7 @@ def integrated_gradients(
         steps: the number of steps of each path; the number of gradients is larger by one. `auto`
             doubles the number until the gap of every example is at most 0.01 of the mean absolute
             change of the metric, up to 1024 steps, and uses each gradient again.
-        direction, layers, heads, neurons: see `attribution_patching`.
+        direction, source, layers, heads, neurons: see `attribution_patching`.
         progress: whether to show a bar after two seconds.
 
     Returns:
@@ -89,7 +91,8 @@ def integrated_gradients(
     layer 3, pos 8 'm|i'  +4.549
     """
     choice = Choice(site=site, over=over, layers=layers, heads=heads, neurons=neurons)
-    runs = Runs(model, pairs, direction)
+    require_no_direction(source, direction, "denoising")
+    runs = Runs(model, pairs, direction=direction, source=source)
     sites = compared(runs, choice)
     start = Gradients(runs.runner, runs.text, metric=runs.metric, names=sites.points)
     means = _means(sites, start, steps)

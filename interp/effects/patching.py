@@ -14,6 +14,7 @@ from interp.edits import Edit
 from interp.measuring import Metric
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
+from interp.runs.models import require_no_direction
 from interp.runs.runs import Runs
 from interp.runs.sites import Choice, Sites, Some
 from interp.runs.sweep import effects_of_edits
@@ -24,12 +25,13 @@ from interp.runs.sweep import effects_of_edits
 @of_pairs
 def activation_patching(
     model: nn.Module,
-    pairs: Pairs,
+    pairs: "Pairs | Texts",
     site: str = "resid_pre",
     over: Sequence[str] | None = None,
     *,
     direction: PatchingDirection = "denoising",
     edit: Edit | None = None,
+    source: nn.Module | None = None,
     layers: Some = None,
     heads: Some = None,
     neurons: int | None = None,
@@ -57,6 +59,10 @@ def activation_patching(
         direction: `denoising` edits the corrupted run, `noising` edits the clean run. It is not
             used with `edit`.
         edit: an edit of the clean run to make at each place instead, such as `edits.mean(cache)`.
+        source: another model with the same points, such as the model before its fine-tuning. Its
+            values on the clean texts are patched into the run of `model` on these texts. Corrupted
+            texts and `direction` are not used. `pairs` may then be texts; without a metric, the
+            metric is KL(source || model) in nats, the mean over positions. Default: None.
         layers, heads: the layers or heads to patch, one or several. Default: all. `heads` needs
             `head` in `over`.
         neurons: the number of neighbouring neurons in one place. Default: 1. It needs `neuron` in
@@ -82,11 +88,14 @@ def activation_patching(
     """
     choice = Choice(site=site, over=over, layers=layers, heads=heads, neurons=neurons)
     about: dict[str, str] = {}
+    require_no_direction(source, direction, "denoising")
     if edit is not None:
         _check_edit(edit, direction)
+        if source is not None:
+            raise ValueError("edit and source must not both be given; got both")
         about["edit"] = repr(edit)
     two_runs = direction if edit is None else None
-    runs = Runs(model, pairs, direction=two_runs, max_bytes=max_bytes)
+    runs = Runs(model, pairs, direction=two_runs, max_bytes=max_bytes, source=source)
     sites = Sites(runs, choice)
     put = partial(edits.replace, sites.values) if edit is None else edit.at
     base, effects = effects_of_edits(runs, sites.edits(put))

@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import nn
 
-from hooks.base import require_choice, shows_progress, without_gradients
+from hooks.base import Texts, require_choice, shows_progress, without_gradients
 from interp.graph.graph import Graph
 from interp.graph.nodes import listed
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
@@ -19,10 +19,11 @@ from interp.runs.path_edits import PathEdits
 @of_pairs
 def edge_patching(
     model: nn.Module,
-    pairs: Pairs,
+    pairs: "Pairs | Texts",
     edges: str | Iterable[str] | None = None,
     *,
     direction: PatchingDirection = "noising",
+    source: nn.Module | None = None,
     split_embeddings: bool = False,
     max_bytes: int = 2**30,
     progress: bool = True,
@@ -44,6 +45,8 @@ def edge_patching(
             all edges takes many runs; `edge_attribution` is a faster estimate.
         direction: `noising` edits the clean run, as circuits do; `denoising` edits the corrupted
             run.
+        source: see `activation_patching`. The outputs of its writers are computed with its own
+            weights.
         split_embeddings: whether token and position embeddings are two separate writers; see
             `Graph`.
         max_bytes: a bound on the memory in bytes, not counting the model, two runs and the outputs
@@ -68,7 +71,7 @@ def edge_patching(
     edge m3->logits  -5.003
     """
     graph = Graph(model, split_embeddings)
-    runs = PathEdits(graph, pairs, direction=direction, max_bytes=max_bytes)
+    runs = PathEdits(graph, pairs, direction=direction, max_bytes=max_bytes, source=source)
     names = graph.edges if edges is None else listed(edges, "edges")
     if not names:
         raise ValueError("edges must be at least one; got none")
@@ -84,12 +87,13 @@ def edge_patching(
 @of_pairs
 def path_patching(
     model: nn.Module,
-    pairs: Pairs,
+    pairs: "Pairs | Texts",
     receivers: str | Iterable[str] = "logits",
     senders: str | Iterable[str] | None = None,
     *,
     mlps: Literal["recomputed", "frozen"] = "recomputed",
     direction: PatchingDirection = "noising",
+    source: nn.Module | None = None,
     split_embeddings: bool = False,
     max_bytes: int = 2**30,
     progress: bool = True,
@@ -103,7 +107,7 @@ def path_patching(
     fixed, even if it is downstream of another receiver; `edge_patching` fixes no receiver.
 
     Args:
-        model, pairs, direction, split_embeddings, max_bytes: see `edge_patching`.
+        model, pairs, direction, source, split_embeddings, max_bytes: see `edge_patching`.
         receivers: the readers, such as `a9.h6<q>` or `m3`, which are patched together; or `logits`
             alone. The value of a head is its queries, keys or values at the point `q`, `k` or `v`;
             the value of an MLP is its output.
@@ -130,7 +134,7 @@ def path_patching(
     """
     require_choice("mlps", mlps, ("recomputed", "frozen"))
     graph = Graph(model, split_embeddings)
-    runs = PathEdits(graph, pairs, direction=direction, max_bytes=max_bytes)
+    runs = PathEdits(graph, pairs, direction=direction, max_bytes=max_bytes, source=source)
     receivers = listed(receivers, "receivers")
     readers = {graph.place("reader", name) for name in receivers}
     if not receivers or ("logits" in receivers and len(receivers) > 1):

@@ -379,6 +379,17 @@ class Pairs(plots.Shown):
             return -1
         return self.pos.tolist() if isinstance(self.pos, Tensor) else self.pos
 
+    @property
+    def has_metric(self) -> bool:
+        """True if the pairs have a metric or answers."""
+        return self._metric is not None or self.answers is not None
+
+    def clean_only(self) -> "Pairs":
+        """Return the pairs without their corrupted texts."""
+        pairs = copy.copy(self)
+        pairs._corrupted = None
+        return pairs
+
     def measured_by(self, metric: Metric) -> "Pairs":
         """Return the same pairs with another metric."""
         pairs = copy.copy(self)

@@ -62,7 +62,7 @@ def effects(
     axes = sites.points[name].axes
     by_replacement = []
     for replacement in replacements(sites, name, base):
-        change = at_least_float32(replacement) - base
+        change = to_device(at_least_float32(replacement), base.device) - base
         by_replacement.append(summed(sites, axes, change, gradient))
     return by_place(sites, by_replacement)
 

@@ -20,13 +20,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hooks.base import all_to_device, progress_of, to_device
+from hooks.base import Texts, all_to_device, progress_of, to_device
 from hooks.shared import Session
 from interp import edits
 from interp.graph.graph import Graph
 from interp.graph.nodes import Layer
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.results.result import Result
+from interp.runs.models import require_no_direction
 from interp.runs.rows import Batch
 from interp.runs.runs import Runs
 from interp.runs.sweep import effects_of_edits
@@ -40,7 +41,7 @@ class PathEdits:
 
     Args:
         graph: the graph of the model.
-        pairs, direction, max_bytes: see `edge_patching`.
+        pairs, direction, max_bytes, source: see `edge_patching`.
 
     Attributes:
         graph: the graph of the model.
@@ -55,12 +56,18 @@ class PathEdits:
     """
 
     def __init__(
-        self, graph: Graph, pairs: Pairs, direction: PatchingDirection, max_bytes: int
+        self,
+        graph: Graph,
+        pairs: Pairs | Texts,
+        direction: PatchingDirection,
+        max_bytes: int,
+        source: nn.Module | None = None,
     ) -> None:
         self.graph = graph
         self.model = graph.model
         model = graph.runner().model
-        runs = Runs(model, pairs, direction=direction, max_bytes=max_bytes // 2)
+        require_no_direction(source, direction, "noising")
+        runs = Runs(model, pairs, direction=direction, max_bytes=max_bytes // 2, source=source)
         self.runs = runs
         text = runs.text
         if not text.is_aligned_with(runs.other):
@@ -70,9 +77,12 @@ class PathEdits:
         points_read: set[nn.Module] = set()
         for block in self.model.blocks:
             points_read |= {branch.reads for branch in block.branches}
-        source = runs.source(graph.needed)
+        # The outputs of the writers of another model are computed with its own weights.
+        split_embeddings = "input" not in graph.writers
+        source_graph = graph if source is None else Graph(source, split_embeddings)
+        source_values = runs.source(graph.needed)
         self.cache = runs.cache([*graph.needed, *(graph.names[point] for point in points_read)])
-        self.moved = graph.added(source) - graph.added(self.cache)
+        self.moved = source_graph.added(source_values) - graph.added(self.cache)
         context = self.model.context(text.tokens, **text.kwargs)
         self.contexts = {
             layer.device: all_to_device(context, layer.device) for layer in graph.layers

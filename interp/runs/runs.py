@@ -7,8 +7,8 @@ from typing import Any
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from hooks import ActivationCache, Hooks
-from hooks.base import Text, require_choice, require_kind, without_gradients
+from hooks import ActivationCache, HookedRunner, Hooks
+from hooks.base import Text, Texts, require_choice, require_kind, to_device, without_gradients
 from interp.inputs.copies import digests, groups
 from interp.kinds import require_made
 from interp.measuring import Metric, measure
@@ -16,6 +16,7 @@ from interp.pairs.answers import per_example, prompts_of_rows
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.protocol import logits_of, runner_of
 from interp.results.result import Result
+from interp.runs.models import pairs_of_models, source_of
 
 
 class Runs:
@@ -32,6 +33,8 @@ class Runs:
         direction: `denoising` runs the corrupted texts with values of the clean texts; `noising`
             runs the clean texts with values of the corrupted texts. None runs only the clean texts.
         max_bytes: a bound on the memory of edited and masked runs; see `sweep` and `run_circuit`.
+        source: another model, whose values on the clean texts replace values of the model.
+            Corrupted texts are then not used. Default: None, if both runs are runs of the model.
 
     Attributes:
         runner: the runner of the model.
@@ -44,8 +47,9 @@ class Runs:
         reads_other: whether values of the source texts are used.
 
     Raises:
-        TypeError: if `pairs` is not a `Pairs`.
-        ValueError: if the direction does not exist, or the texts to run are missing.
+        TypeError: if `pairs` is not a `Pairs`, or texts if there is a source.
+        ValueError: if the direction does not exist, the texts to run are missing, or the source
+            has other points, sizes or tokens.
         ModeError: if the model is in training mode.
     """
 
@@ -55,19 +59,28 @@ class Runs:
     def __init__(
         self,
         model: nn.Module,
-        pairs: Pairs,
+        pairs: Pairs | Texts,
         direction: PatchingDirection | None = None,
         max_bytes: int = 2**30,
+        source: nn.Module | None = None,
     ) -> None:
         require_kind("max_bytes", max_bytes, (int, float), "a number of bytes")
         self.model = model
         self.runner = runner_of(model)
         self.max_bytes = max_bytes
+        require_choice("direction", direction, (None, "denoising", "noising"))
+        self.source_model = source
+        self.source_runner = self.runner
+        if source is not None:
+            self.source_runner = source_of(source, self.runner)
+            pairs = pairs_of_models(model, source, pairs)
+            direction = None
         require_made("pairs", pairs, Pairs)
+        assert isinstance(pairs, Pairs)
         self.pairs = pairs.read_by(model)
         self.rows = self.pairs.rows()
-        require_choice("direction", direction, (None, "denoising", "noising"))
         self.direction = direction
+        self.has_source = direction is not None or source is not None
         self.reads_other = direction is not None
         self.text = self._edited_text(self.rows)
 
@@ -82,6 +95,8 @@ class Runs:
         Raises:
             ValueError: if there are no source texts.
         """
+        if self.source_model is not None:
+            return self.text
         is_denoising = self.direction == "denoising"
         return self.rows.text if is_denoising else self.rows.corrupted_text
 
@@ -93,6 +108,8 @@ class Runs:
     @property
     def other_prompts(self) -> Text:
         """The source texts without answers of several tokens; for errors see `other`."""
+        if self.source_model is not None:
+            return self.pairs.text
         return self.pairs.texts(self.direction or "noising")[1]
 
     @cached_property
@@ -132,19 +149,22 @@ class Runs:
     @without_gradients
     def source(self, names: Iterable[str]) -> ActivationCache:
         """Return values at some points of the source run, and set `target`."""
-        self.target, cache = self._measured(self.other, names)
+        self.target, cache = self._measured(self.source_runner, self.other, names)
+        self.target = to_device(self.target, self.text.tokens.device)
         return cache
 
     @without_gradients
     def cache(self, names: Iterable[str]) -> ActivationCache:
         """Return values at some points of the run to edit, and set `base`."""
-        self.base, cache = self._measured(self.text, names)
+        self.base, cache = self._measured(self.runner, self.text, names)
         return cache
 
-    def _measured(self, text: Text, names: Iterable[str]) -> tuple[Tensor, ActivationCache]:
+    def _measured(
+        self, runner: HookedRunner, text: Text, names: Iterable[str]
+    ) -> tuple[Tensor, ActivationCache]:
         """Return the metric of a run, and its values at some points."""
-        arguments = text.arguments(self.model)
-        output, cache = self.runner.run_with_cache(text.tokens, names=[*names], **arguments)
+        arguments = text.arguments(runner.model)
+        output, cache = runner.run_with_cache(text.tokens, names=[*names], **arguments)
         return measure(self.metric, logits_of(output), text.of_logits.attention_mask), cache
 
     def logits(
@@ -183,6 +203,8 @@ class Runs:
         facts: dict[str, Any] = {"metric": repr(self.metric)}
         if self.direction is not None:
             facts |= {"direction": self.direction, "texts": self.digests}
+        if self.source_model is not None:
+            facts["source"] = f"another {type(self.source_model).__name__}"
         target = getattr(self, "target", None)
         return Result(
             self.per_example(values),

@@ -143,7 +143,7 @@ class Sites:
         self.points = {name: runs.runner.points[name] for name in names}
         has_answers = runs.rows is not runs.pairs
         self.prompts = runs.prompts.cpu() if has_answers else None
-        is_edit = runs.direction is None
+        is_edit = not runs.has_source
         self._source = None if is_edit else runs.other
         self.values = runs.capture(runs.text, names[0]) if is_edit else runs.source(names)
         value = self.values[names[0]]

@@ -1,0 +1,204 @@
+"""Values of another model: each analysis against PyTorch's own hooks on two models."""
+
+import copy
+
+import pytest
+import torch
+
+from hooks import EditError
+from interp import (
+    Pairs,
+    activation_patching,
+    attribution_patching,
+    edge_attribution,
+    edge_patching,
+    edits,
+    integrated_gradients,
+    log_prob,
+    path_patching,
+)
+from models import CharTokenizer, attach, load
+from tests.interp.effects.by_hand import changed, close
+from tests.reference import BATCH, HEADS, LAYERS, POS, some_tokens, variant
+
+TOKENS = some_tokens(1)
+ANSWERS = torch.tensor([3, 0, 7, 22, 5])
+MASK = torch.ones(BATCH, POS, dtype=torch.bool)
+MASK[1, :2] = False
+MASK[3, :1] = False
+TEXT = {"input_ids": TOKENS, "attention_mask": MASK}
+
+
+def tuned_and_base(form="pre"):
+    """Two models of one form with different weights."""
+    tuned, base = variant(form), variant(form)
+    with torch.no_grad():
+        for seed, parameter in enumerate(base.parameters()):
+            generator = torch.Generator().manual_seed(seed)
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator).double()
+    return tuned, base
+
+
+def values_of(model, name):
+    """The value of a module in a run of the texts."""
+    values = []
+    with changed(model, {name: lambda output: values.append(output)}), torch.no_grad():
+        model(TOKENS, attention_mask=MASK)
+    return values[0]
+
+
+def metric_of(model, changes=()):
+    """The log-probability of the answers after the texts, which end at the last column."""
+    with changed(model, dict(changes)), torch.no_grad():
+        logits = model(TOKENS, attention_mask=MASK)[:, -1]
+    return logits.log_softmax(1)[torch.arange(BATCH), ANSWERS]
+
+
+PAIRS = Pairs(TEXT, answers=ANSWERS)
+
+
+def test_values_of_another_model_are_patched_into_each_head():
+    tuned, base = tuned_and_base()
+    result = activation_patching(tuned, PAIRS, "z", source=base)
+    close(result.base, metric_of(tuned))
+    close(result.target, metric_of(base))
+    for layer in range(LAYERS):
+        name = f"blocks.{layer}.attn.z"
+        source = values_of(base, name)
+        for head in range(HEADS):
+
+            def put(output, source=source, head=head):
+                new = output.clone()
+                new[:, :, head] = source[:, :, head]
+                return new
+
+            close(result.values[layer, head], metric_of(tuned, {name: put}) - metric_of(tuned))
+    assert result.about["source"] == "another Transformer"
+
+
+def test_attributions_are_gradients_of_the_edited_model():
+    tuned, base = tuned_and_base()
+    result = attribution_patching(tuned, PAIRS, "mlp_out", source=base)
+    for layer in range(LAYERS):
+        name = f"blocks.{layer}.mlp_out"
+        nodes = []
+
+        def watch(output, nodes=nodes):
+            nodes.append(output.detach().requires_grad_())
+            return nodes[0]
+
+        with changed(tuned, {name: watch}):
+            logits = tuned(TOKENS, attention_mask=MASK)[:, -1]
+        logits.log_softmax(1)[torch.arange(BATCH), ANSWERS].sum().backward()
+        products = (values_of(base, name) - nodes[0].detach()) * nodes[0].grad
+        close(result.values[layer], products.sum(2).T)
+
+
+@pytest.mark.filterwarnings("ignore:.*should add up:UserWarning")
+def test_integrated_gradients_go_to_the_values_of_the_other_model():
+    tuned, base = tuned_and_base()
+    result = integrated_gradients(tuned, PAIRS, "resid_post", ["layer"], source=base, steps=64)
+    name = f"blocks.{LAYERS - 1}.resid_post"
+    source = values_of(base, name)
+    exact = metric_of(tuned, {name: lambda output: source}) - metric_of(tuned)
+    close(result.values[-1], exact, 1e-3)
+
+
+def written(model, name):
+    """What a sublayer adds to the stream."""
+    return values_of(model, name)
+
+
+def test_an_edge_carries_the_output_of_the_writer_of_the_other_model():
+    tuned, base = tuned_and_base()
+    names = ["m0->logits", "m0->m1"]
+    result = edge_patching(tuned, PAIRS, names, source=base)
+    moved = written(base, "blocks.0.mlp_out") - written(tuned, "blocks.0.mlp_out")
+    last = f"blocks.{LAYERS - 1}.resid_post"
+    effect = metric_of(tuned, {last: lambda output: output + moved}) - metric_of(tuned)
+    close(result.values[0], effect)
+    # The MLP of block 1 alone reads the change.
+    with torch.no_grad():
+        block = tuned.blocks[1]
+        stream = values_of(tuned, "blocks.1.resid_mid")
+        out = block.mlp(block.ln2(stream + moved))
+    effect = metric_of(tuned, {"blocks.1.mlp_out": lambda output: out}) - metric_of(tuned)
+    close(result.values[1], effect)
+    paths = path_patching(tuned, PAIRS, "logits", ["m0"], mlps="frozen", source=base)
+    close(paths.values[0], result.values[0])
+
+
+def test_scores_of_edges_are_gradients_times_changes_between_the_models():
+    tuned, base = tuned_and_base()
+    result = edge_attribution(tuned, PAIRS, source=base)
+    moved = written(base, "blocks.0.mlp_out") - written(tuned, "blocks.0.mlp_out")
+    last = f"blocks.{LAYERS - 1}.resid_post"
+    share = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    with changed(tuned, {last: lambda output: output + share * moved}):
+        logits = tuned(TOKENS, attention_mask=MASK)[:, -1]
+    metrics = logits.log_softmax(1)[torch.arange(BATCH), ANSWERS]
+    expected = [torch.autograd.grad(metric, share, retain_graph=True)[0] for metric in metrics]
+    close(result.select(edge="m0->logits").values, torch.stack(expected), 1e-9)
+    # A head of the other model is read with the other model's output weights.
+    z = values_of(base, "blocks.0.attn.z")[:, :, 2] @ base.blocks[0].attn.W_O[2]
+    z = z - values_of(tuned, "blocks.0.attn.z")[:, :, 2] @ tuned.blocks[0].attn.W_O[2]
+    with changed(tuned, {last: lambda output: output + share * z}):
+        logits = tuned(TOKENS, attention_mask=MASK)[:, -1]
+    metrics = logits.log_softmax(1)[torch.arange(BATCH), ANSWERS]
+    expected = [torch.autograd.grad(metric, share, retain_graph=True)[0] for metric in metrics]
+    close(result.select(edge="a0.h2->logits").values, torch.stack(expected), 1e-9)
+
+
+def test_a_changed_mlp_is_undone_from_its_layer_on():
+    """A copy whose block-2 MLP is multiplied by 1.3: patching the stream removes the KL."""
+    base = load("pydoc-4l").double()
+    tuned = copy.deepcopy(base)
+    with torch.no_grad():
+        for weight in tuned.blocks[2].mlp.parameters():
+            weight *= 1.3
+    texts = ["Return the list of", "def __init__(self, name):", "part KV8 and part K"]
+    result = activation_patching(tuned, texts, "resid_post", ["layer"], source=base)
+    divergences = []
+    for text in texts:
+        tokens = base.to_tokens(text).tokens
+        ours, theirs = (model(tokens)[0].detach().log_softmax(1) for model in (tuned, base))
+        divergences.append((theirs.exp() * (theirs - ours)).sum(1).mean())
+    close(result.base, torch.stack(divergences), 1e-9)
+    close(result.target, torch.zeros(3).double(), 1e-9)
+    close(result.values[2:], -torch.stack(divergences).expand(2, 3), 1e-9)
+    assert result.values[:2].abs().max() < 1e-9
+
+
+def test_attached_models_may_be_sources():
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=23, hidden_size=12, intermediate_size=13, num_hidden_layers=2)
+    sizes |= dict(num_attention_heads=3, num_key_value_heads=1)
+    models = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        config = transformers.LlamaConfig(**sizes)
+        models.append(transformers.LlamaForCausalLM(config).eval().double())
+        attach(models[-1])
+    tuned, base = models
+    result = activation_patching(tuned, PAIRS, "resid_post", ["layer"], source=base)
+    with torch.no_grad():
+        logits = base(TOKENS, attention_mask=MASK).logits[:, -1]
+    close(result.target, logits.log_softmax(1)[torch.arange(BATCH), ANSWERS])
+
+
+def test_models_that_do_not_fit_are_refused():
+    tuned, base = tuned_and_base()
+    with pytest.raises(ValueError, match="without pos_embed"):
+        activation_patching(tuned, PAIRS, source=variant("like llama"))
+    wider = variant("pre", d_model=12)
+    with pytest.raises(EditError, match=r"blocks.0.resid_pre.*size 10 along d_model; got 12"):
+        activation_patching(tuned, PAIRS, source=wider)
+    with pytest.raises(ValueError, match="direction must be left out.*noising"):
+        activation_patching(tuned, PAIRS, source=base, direction="noising")
+    with pytest.raises(ValueError, match="edit and source"):
+        activation_patching(tuned, PAIRS, source=base, edit=edits.zero())
+    shipped, other = load("pydoc-4l"), load("pydoc-4l")
+    other.tokenizer = CharTokenizer("eh nrutR")
+    pairs = Pairs("Return the", metric=log_prob(3))
+    with pytest.raises(ValueError, match="same tokens.*text 0"):
+        activation_patching(shipped, pairs, source=other)
