@@ -35,7 +35,7 @@ def test_the_basis_is_orthonormal_and_made_of_waves(cyclic, n):
 
 
 @pytest.mark.parametrize("n", [7, 12])
-def test_power_is_that_of_numpys_transform(cyclic, n):
+def test_power_matches_numpys_transform(cyclic, n):
     values = randn(5, n, 3)
     spectrum = abs(np.fft.fft(values.numpy(), axis=1)) ** 2 / n
     wanted = spectrum[:, : n // 2 + 1].copy()

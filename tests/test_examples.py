@@ -163,7 +163,7 @@ def ioi(printed):
     return import_module("ioi")
 
 
-def test_the_ioi_example_finds_what_copies_a_digit(ioi, printed, tmp_path, capsys):
+def test_the_ioi_example_finds_the_heads_that_copy_a_digit(ioi, printed, tmp_path, capsys):
     out = printed("ioi", "--pairs", "3")
     assert "3 of 3 solved" in out
     found = re.findall(r"^(\w+): .*\n(.*?) +([+-]\S+)", out, re.MULTILINE)

@@ -175,7 +175,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("example", "options", "reason"), REFUSED)
 @pytest.mark.usefixtures("unchecked")
-def test_what_cannot_be_done_is_one_line(call, example, options, reason, tmp_path):
+def test_errors_of_the_training_examples_are_one_line(call, example, options, reason, tmp_path):
     small = {tiny_lm: SMALL, qk_norm: SIZES | {"heads": 2}, train_pydoc: {"steps": 1}}[example]
     status, _, complaints = call(*options, example=example, small=small)
     assert status == 1

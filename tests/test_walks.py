@@ -34,7 +34,7 @@ def neighbours(graph):
     return [set(row.nonzero().flatten().tolist()) for row in graph.adjacency]
 
 
-def test_a_graph_is_what_was_asked_for(walks, graph):
+def test_a_graph_has_the_regions_edges_and_jumpers_of_its_arguments(walks, graph):
     assert torch.bincount(graph.region).tolist() == [16, 16, 15]
     assert torch.equal(graph.adjacency, graph.adjacency.T)
     assert not graph.adjacency.diagonal().any()
@@ -52,7 +52,7 @@ def test_a_graph_is_what_was_asked_for(walks, graph):
 
 
 @pytest.mark.parametrize("delay", [1, DELAY])
-def test_walks_by_an_account_kept_step_by_step(walks, graph, delay):
+def test_walks_follow_the_rules_step_by_step(walks, graph, delay):
     walked = walks.random_walks(graph, 40, 70, delay, torch.Generator().manual_seed(1))
     near, jumps = neighbours(graph), 0
     for row, events in zip(walked.tokens.tolist(), walked.events.tolist(), strict=True):

@@ -40,7 +40,7 @@ def test_an_analysis_gives_the_numbers_of_the_cpu(analysis, split):
 
 
 @pytest.mark.parametrize("kind", ["layer", "across"])
-def test_an_attribution_graph_is_that_of_the_cpu(kind):
+def test_an_attribution_graph_matches_the_cpu(kind):
     model, read = model_of("rms"), "ln2.normalized"
     dictionaries = transcoders(kind, read)
     graphs, changes = [], []

@@ -79,7 +79,7 @@ FORMS = {
 @pytest.mark.parametrize("form", ["tuple", "mapping", "dataclass"])
 @pytest.mark.parametrize("reads", ["weights", "numbers"])
 @pytest.mark.parametrize("grad", [False, True])
-def test_an_edit_that_passes_by_what_is_read_is_refused(form, reads, grad):
+def test_an_edit_of_a_tensor_that_the_parent_does_not_read_alone_is_an_error(form, reads, grad):
     torch.manual_seed(0)
     model = Model(reads, FORMS[form]).eval()
     runner, seen = HookedRunner(model), []
@@ -96,7 +96,7 @@ def test_an_edit_that_passes_by_what_is_read_is_refused(form, reads, grad):
 
 @pytest.mark.parametrize("form", ["tuple", "mapping", "dataclass"])
 @pytest.mark.parametrize("reads", ["logits", "shape"])
-def test_an_edit_of_what_is_read_acts_and_its_receipt_says_what_stays(form, reads):
+def test_an_edit_of_the_tensor_that_is_read_acts_and_its_receipt_names_the_others(form, reads):
     torch.manual_seed(0)
     model = Model(reads, FORMS[form]).eval()
     runner = HookedRunner(model)
@@ -111,7 +111,7 @@ def test_an_edit_of_what_is_read_acts_and_its_receipt_says_what_stays(form, read
     assert "of the first" not in repr(context.receipts)
 
 
-def test_what_leaves_the_parent_is_plain():
+def test_outputs_of_the_parent_are_plain_tensors():
     torch.manual_seed(0)
     model = Model("logits").eval()
     kept = []
@@ -120,7 +120,7 @@ def test_what_leaves_the_parent_is_plain():
     assert [type(value) for value in kept] == [torch.Tensor]
 
 
-def test_states_in_lists_go_on():
+def test_states_in_lists_are_passed_on():
     class Step(nn.Module):
         def forward(self, x, state):
             state[0] = state[0] + x

@@ -44,7 +44,7 @@ def test_short_forms_count_the_models_layers_not_the_caches(runner, tokens):
             part.stack("resid_post")
 
 
-def test_short_forms_where_some_layers_have_no_such_point():
+def test_short_forms_if_some_layers_lack_the_point():
     blocks = [nn.Sequential(OrderedDict({"pq"[n % 2]: nn.Linear(3, 3)})) for n in range(4)]
     _, cache = HookedRunner(nn.Sequential(*blocks).eval()).run_with_cache(torch.ones(2, 3))
     assert torch.equal(cache["p", -1], cache["2.p"])
@@ -297,7 +297,7 @@ class Reader(nn.Module):
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_a_cache_knows_what_its_run_was_given(model, tokens, lazy, tmp_path):
+def test_a_cache_has_the_inputs_of_its_run(model, tokens, lazy, tmp_path):
     mask = torch.ones(4, 7, dtype=torch.bool)
     mask[1, 5:] = False
     _, cache = HookedRunner(model).run_with_cache(tokens, attention_mask=mask, lazy=lazy)

@@ -173,7 +173,7 @@ SKIPPED = {
 
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("names", [None, "*", lambda point: True, ["layers.0.first", "layers.*"]])
-def test_what_did_not_run_once_is_skipped_and_says_why(mixture, tmp_path, lazy, names):
+def test_modules_that_did_not_run_once_are_skipped_with_a_reason(mixture, tmp_path, lazy, names):
     runner, x, raw = HookedRunner(mixture), torch.randn(2, 3), {}
     for name, module in mixture.named_modules():
         module.register_forward_hook(lambda m, args, out, name=name: raw.update({name: out}))
@@ -202,7 +202,7 @@ def test_what_did_not_run_once_is_skipped_and_says_why(mixture, tmp_path, lazy, 
     assert runner.plan(x, names=names, lazy=lazy).values.keys() == set(cache)
 
 
-def test_what_is_asked_for_by_name_is_never_skipped(mixture):
+def test_modules_that_are_named_are_never_skipped(mixture):
     runner, x = HookedRunner(mixture), torch.randn(2, 3)
     for run in (runner.run_with_cache, runner.capture):
         for name in SKIPPED - {"layers.2", "layers.2.0"}:
@@ -242,7 +242,7 @@ def test_a_capture_with_skipped_points_and_gradients_of_the_others(mixture):
         ({"lazy": True}, torch.no_grad),
     ],
 )
-def test_a_value_that_the_model_overwrites_is_kept_as_it_was(names, options, mode):
+def test_a_cache_has_the_value_before_the_model_overwrites_it(names, options, mode):
     """In every ResNet, a ReLU overwrites the output of `bn1`. The cache keeps the value before."""
     parts = OrderedDict(bn1=nn.BatchNorm1d(3), relu=nn.ReLU(inplace=True))
     model = nn.Sequential(nn.ModuleList([nn.Sequential(parts)])).eval()

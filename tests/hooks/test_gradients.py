@@ -127,7 +127,7 @@ class TwoPaths(nn.Module):
         return 3 * self.after(WithoutGradient.apply(self.before(value))) + self.beside(value)
 
 
-def test_where_autograd_has_no_gradient_there_is_none():
+def test_a_cache_has_no_gradient_if_autograd_has_none():
     runner, value = HookedRunner(TwoPaths().eval()), torch.ones(2, 5, requires_grad=True)
     output, cache = runner.run_with_cache(value, grads=True)
     output.sum().backward()
@@ -163,7 +163,7 @@ def test_backward_hooks_see_and_replace_gradients(model, runner, tokens, factor)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_gradients_where_the_next_operation_is_in_place(frozen):
+def test_gradients_before_an_operation_in_place(frozen):
     model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(inplace=True), nn.Linear(5, 2))
     model.requires_grad_(not frozen)
     x, (first, _, last) = torch.randn(7, 3), model

@@ -67,7 +67,7 @@ def test_hooks_stay_until_their_handle_is_removed(runner):
     assert not any(module._forward_hooks for module in runner.model.modules())
 
 
-def test_a_with_acts_on_what_the_hooks_that_stay_return(runner):
+def test_hooks_of_a_with_act_after_hooks_that_stay(runner):
     runner.add({"blocks.1.out": add_one})
     with runner.hooks({"blocks.1.out": lambda value, point: value * 3}):
         torch.testing.assert_close(runner.model(X), (X * 4 + 1) * 3)

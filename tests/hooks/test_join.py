@@ -133,7 +133,7 @@ class Reads(nn.Module):
         return self.point(ids * scale)
 
 
-def test_a_joined_run_knows_what_the_model_was_given():
+def test_a_joined_run_has_the_inputs_of_all_runs():
     model, ids = Reads().eval(), torch.arange(16).view(2, 8)
     mask = torch.ones(2, 8).tril(6)
 
@@ -291,7 +291,7 @@ def test_gradients_are_the_caches_own():
         assert second[name].tolist() == [5, 5, 5]
 
 
-def test_undetached_values_are_the_ones_that_lead_to_the_output(runner, tokens):
+def test_undetached_values_are_on_the_path_to_the_output(runner, tokens):
     """Gradients reach these tensors. A copy would not be on the path of the gradient."""
     logits, cache = runner.run_with_cache(tokens, names="blocks.*.attn.v", detach=False)
     ours = torch.autograd.grad(logits.sum(), list(cache.values()))

@@ -75,7 +75,7 @@ def test_equals_an_eager_cache(model, runner, tokens, dtype, mode, tolerance):
     assert (output - plain).abs().max() <= tolerance * plain.abs().max()
 
 
-def test_values_are_bitwise_what_the_block_gives_on_the_stored_input(model, runner, tokens):
+def test_values_are_bitwise_a_run_of_the_block_on_its_stored_input(model, runner, tokens):
     _, lazy = runner.run_with_cache(tokens, lazy=True)
     stream = runner.capture(tokens, names="blocks.0.resid_post")["resid_post", 0]
     # A lazy cache computes its values without gradients. With gradients, norms use other kernels.
@@ -121,7 +121,7 @@ def test_the_run_is_the_plain_one_and_a_norm_outside_the_blocks_runs_again(model
         lazy["ln_final.normalized"]
 
 
-def test_what_was_recomputed_is_kept_until_dropped(model, runner, tokens):
+def test_computed_values_are_stored_until_dropped(model, runner, tokens):
     graphs = []
     model.blocks[1].register_forward_hook(lambda *args: graphs.append(torch.is_grad_enabled()))
     _, lazy = runner.run_with_cache(tokens, lazy=True)
@@ -367,7 +367,7 @@ def test_an_edit_that_acts_every_second_time(runner, tokens):
         lazy["mlp_out", 1]
 
 
-def test_changes_that_leave_the_block_what_it_was_are_none(model, runner, tokens):
+def test_changes_without_an_effect_on_a_block_are_allowed(model, runner, tokens):
     _, eager = runner.run_with_cache(tokens)
     _, lazy = runner.run_with_cache(tokens, lazy=True)
     model.train()  # changes nothing, because the model has no dropout
@@ -378,7 +378,7 @@ def test_changes_that_leave_the_block_what_it_was_are_none(model, runner, tokens
         torch.testing.assert_close(lazy["z", 1], eager["z", 1], atol=1e-5, rtol=0)
 
 
-def test_coarse_rounding_is_no_change_and_huge_values_hide_none(model, runner, tokens):
+def test_coarse_rounding_is_allowed_and_changes_beside_huge_values_are_found(model, runner, tokens):
     """The explicit computation rounds large scores to bfloat16, and fused kernels do not.
 
     A lazy cache must not treat this rounding as a change of the model.
@@ -398,7 +398,7 @@ def test_coarse_rounding_is_no_change_and_huge_values_hide_none(model, runner, t
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_whoever_writes_into_an_argument_leaves_the_cache_as_it_was(mode):
+def test_writes_into_an_argument_do_not_change_the_cache(mode):
     model, names = nn.Module(), "blocks.*.0"
     model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3)) for _ in range(2))
     for block in model.blocks:
@@ -417,7 +417,7 @@ def test_whoever_writes_into_an_argument_leaves_the_cache_as_it_was(mode):
 
 
 @uncomputed
-def test_blocks_share_one_copy_of_what_they_share():
+def test_blocks_share_one_copy_of_their_arguments():
     """An argument that several blocks share is stored once, unless the model writes into it.
 
     An expanded tensor is stored without its repetitions.
@@ -453,7 +453,7 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize("kind", OUTPUTS)
-def test_whatever_a_block_gives_only_a_change_is_an_error(kind):
+def test_outputs_of_any_kind_are_only_an_error_if_they_changed(kind):
     block = nn.Sequential(nn.Identity())
     block.again = block[0]  # the module has two names, and both must work
     block.forward = lambda x: OUTPUTS[kind](block[0](x))
@@ -472,7 +472,7 @@ def test_a_block_that_reads_no_real_numbers(x):
     assert torch.equal(lazy["blocks.0.0"], x)
 
 
-def test_what_lazy_cannot_do(model, runner, tokens):
+def test_options_that_a_lazy_cache_does_not_support(model, runner, tokens):
     for options in ({"grads": True}, {"detach": False}):
         with pytest.raises(ValueError, match="lazy"):
             runner.run_with_cache(tokens, lazy=True, **options)
@@ -566,7 +566,7 @@ def test_blocks_with_keyword_arguments_that_they_write_into(error, match, argume
 
 
 @uncomputed
-def test_blocks_eleven_and_one_are_told_apart_and_containers_descended_into():
+def test_block_11_is_not_block_1_and_blocks_may_be_in_containers():
     model = nn.Module()
     nested = [{"ff": nn.Sequential(nn.Linear(3, 3))} for _ in range(11)]
     pairs = [nn.ModuleList([nn.Linear(3, 3), nn.ModuleDict(part)]) for part in nested]

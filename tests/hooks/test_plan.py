@@ -121,6 +121,6 @@ def counting():
         (lambda: nn.Sequential(nn.Identity()), threading.Lock(), "lock"),
     ],
 )
-def test_what_cannot_be_planned(make, x, match):
+def test_runs_that_cannot_be_planned(make, x, match):
     with pytest.raises(HookError, match=match):
         HookedRunner(make().eval()).plan(x, names="0")

@@ -35,7 +35,7 @@ def blocks():
     return model.eval()
 
 
-def test_equals_the_block_by_hand_under_edits(blocks):
+def test_a_replay_with_edits_equals_the_block_by_hand(blocks):
     block = blocks.blocks[0]
     outside = blocks.blocks[1].out
     edits = [

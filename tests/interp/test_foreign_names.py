@@ -153,7 +153,7 @@ def test_values_of_the_bridge_are_theirs_by_name(kind):
         torch.testing.assert_close(plain, theirs[f"{norm}.hook_normalized"], atol=1e-4, rtol=1e-4)
 
 
-def test_names_of_the_bridge_are_those_of_its_version():
+def test_names_of_the_bridge_match_its_version():
     assert hooks_name("blocks.2.attn.o.hook_in", version=4) == "blocks.2.attn.z"
     for version, wrong in ((2, "blocks.2.attn.o.hook_in"), (2, "hook_scale"), (4, "hook_zz")):
         with pytest.raises(UnknownNameError, match=f"no point of TransformerLens {version}"):

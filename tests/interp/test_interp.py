@@ -30,7 +30,7 @@ def test_a_transformer_has_every_part_of_the_protocol(model):
         interp.protocol.of(nn.Linear(2, 3), "weight", "W_V", "W_O")
 
 
-def test_patching_takes_outputs_that_hold_logits_in_float64(model, tokens, corrupted):
+def test_patching_accepts_outputs_with_logits_in_float64(model, tokens, corrupted):
     class Wrapping(type(model)):
         def forward(self, tokens):
             return SimpleNamespace(logits=super().forward(tokens))
@@ -86,7 +86,7 @@ def test_the_lens_is_in_float32_for_half_precision(model, tokens):
     torch.testing.assert_close(lens.probabilities[1, ..., 0], expected)
 
 
-def test_the_lens_refuses_what_does_not_fit(model, tokens):
+def test_wrong_arguments_of_the_lens_are_errors(model, tokens):
     _, cache = run_with_cache(model, tokens)
     with pytest.raises(TypeError, match="Linear.*unembed"):
         logit_lens(nn.Linear(2, 3), cache)
@@ -126,7 +126,7 @@ def test_an_analysis_of_a_model_that_is_not_attached_says_attach(analysis):
         analysis(model, pairs)
 
 
-def test_what_is_printed_is_short_and_says_what_it_is(model, tokens):
+def test_printed_objects_are_short_and_name_their_kind(model, tokens):
     from models import KVCache
 
     cache = run_with_cache(model, tokens, mode="full")[1]

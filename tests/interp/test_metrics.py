@@ -124,7 +124,7 @@ def test_kl_divergence_is_from_the_reference(logits, mask, pos):
     ],
     ids=repr,
 )
-def test_gradients_are_those_of_finite_differences(logits, metric):
+def test_gradients_match_finite_differences(logits, metric):
     assert torch.autograd.gradcheck(metric, logits.requires_grad_())
 
 
@@ -221,6 +221,6 @@ def test_metrics_that_make_no_sense(logits, make, match):
         lambda x: log_prob(3, pos=[True, False, True]),
     ],
 )
-def test_what_is_no_metric_or_position(logits, make):
+def test_wrong_metrics_and_positions_are_errors(logits, make):
     with pytest.raises(TypeError):
         make(logits)

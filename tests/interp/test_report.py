@@ -87,7 +87,7 @@ def test_attention_survives_its_encoding(pattern, page):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_drawn_as_it_is(model, dtype):
+def test_half_precision_is_drawn_without_another_rounding(model, dtype):
     half = copy.deepcopy(model).to(dtype)
     page = report(half, "the cat", "the bat").view.html()
     assert (drawn(page) - attention(half, "the cat")).abs().max() <= 1e-6
@@ -104,7 +104,7 @@ FORMS = [
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_every_form_of_model_has_a_report_of_what_it_has(form):
+def test_every_form_of_model_has_a_report(form):
     sizes = dict(vocab_size=29, n_ctx=37, n_layers=2, n_heads=3, d_model=15)
     torch.manual_seed(3)
     other = Transformer(TransformerConfig(**sizes | form)).eval().bfloat16()
@@ -193,7 +193,7 @@ def test_the_marks_and_links_of_the_pictures(page):
     assert parts["Induction heads"]["link"] == patterns
 
 
-def test_the_derived_corruption_has_the_lowest_metric_of_those_tried(model, monkeypatch):
+def test_the_derived_corruption_has_the_lowest_metric_of_all_candidates(model, monkeypatch):
     text = "the cat sat"
     tokens = encoded(text)[0].tolist()
     with torch.no_grad():

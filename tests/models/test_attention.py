@@ -213,7 +213,7 @@ def test_gradients_of_the_function(mask):
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_value_is_what_its_name_says(name):
+def test_every_point_matches_the_reference(name):
     model, tokens = variant(name), some_tokens()
     reference = Reference(model)
     expected = reference(tokens)
@@ -344,7 +344,7 @@ def test_dropout_of_the_pattern_leaves_its_mean(dropout):
     "name", ["pre", "like llama", "like gemma 2", "sinusoidal", "window", "qk_norm all"]
 )
 @pytest.mark.parametrize("hooks", [{}, EXPLICIT], ids=["fused", "explicit"])
-def test_a_padded_row_gets_what_it_gets_alone(name, hooks):
+def test_a_padded_text_equals_the_text_alone(name, hooks):
     model, tokens, mask = variant(name), some_tokens(), GIVEN_MASKS["padding"]
     with torch.no_grad():
         logits = HookedRunner(model).run_with_hooks(tokens, attention_mask=mask, hooks=hooks)
@@ -371,7 +371,7 @@ def test_a_mask_by_query_replaces_the_causal_rule_and_windows(name, mask):
 
 
 @pytest.mark.parametrize("name", ["pre", "like llama", "window"])
-def test_a_square_mask_is_what_its_argument_says(name):
+def test_the_argument_decides_the_meaning_of_a_square_mask(name):
     """With as many texts as positions, the shape of a mask does not say if its first axis is the
     batch or the queries. The argument says it.
     """

@@ -225,7 +225,7 @@ def test_errors_of_a_scaling(values, ending):
         dict(vocab_size=1, n_ctx=1, n_layers=1, n_heads=1, d_model=1, dropout=0.99),
     ],
 )
-def test_what_is_allowed_runs(change):
+def test_allowed_configs_run(change):
     made = config(**change)
     tokens = torch.zeros(2, min(4, made.n_ctx), dtype=torch.int64)
     assert Transformer(made).eval()(tokens).isfinite().all()
@@ -264,7 +264,7 @@ def test_numbers_of_numpy_become_pythons():
     assert config(norm_eps=1, dropout=0).norm_eps == 1
 
 
-def test_replacing_a_size_changes_what_followed_from_it():
+def test_replacing_a_size_changes_the_sizes_that_depend_on_it():
     made = config()
     wider = made.replace(d_model=12)
     assert (wider.d_model, wider.d_head, wider.d_mlp, wider.n_kv_heads) == (12, 6, 48, 2)

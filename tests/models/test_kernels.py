@@ -67,7 +67,7 @@ def block(request, monkeypatch):
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("hooks", [{}, EXPLICIT], ids=["fused", "explicit"])
-def test_blocks_give_what_the_equations_give(name, mask, hooks):
+def test_blocks_match_the_equations(name, mask, hooks):
     model, tokens, given = variant(name), some_tokens(), MASKS[mask]
     with torch.no_grad():
         logits = HookedRunner(model).run_with_hooks(tokens, **masked(given), hooks=hooks)
@@ -99,7 +99,7 @@ def test_gradients_of_blocks(name, mask):
         torch.testing.assert_close(ours, theirs, atol=1e-8, rtol=0)
 
 
-def test_a_mask_without_padding_is_none():
+def test_a_mask_without_padding_is_not_used():
     tokens = some_tokens()
     for name in ("window", "like llama"):
         model = variant(name)

@@ -115,7 +115,7 @@ def test_gradients(make, hooks):
 @NORMS
 @FORMS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_that_of_its_rounding(make, hooks, dtype):
+def test_half_precision_matches_its_rounding(make, hooks, dtype):
     """The result is rounded to half precision once, at the end, with and without hooks.
 
     The largest number of float16 is 65504, so the squares of these values would not fit.

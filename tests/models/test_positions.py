@@ -101,7 +101,7 @@ SCALINGS = {
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_scalings_are_those_of_transformers(name):
+def test_scalings_match_transformers(name):
     transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -220,7 +220,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("process", "fields", "words"), REFUSED)
-def test_what_would_change_the_probabilities_is_refused(process, fields, words):
+def test_processing_that_would_change_the_probabilities_is_an_error(process, fields, words):
     with pytest.raises(ValueError, match=words):
         process(built(**fields))
 
@@ -270,7 +270,7 @@ def test_half_precision_is_rounded_once():
 
 
 @pytest.mark.parametrize(("process", "training"), [(fold_norms, True), (center, False)])
-def test_the_mode_and_what_is_frozen_are_kept(process, training):
+def test_the_mode_and_frozen_weights_are_kept(process, training):
     model = built(**BARE, dropout=0.4).train(training)
     model.blocks[0].eval()
     model.requires_grad_(False)
@@ -295,7 +295,7 @@ def test_a_model_that_is_not_its_config_is_noticed(process, monkeypatch):
 
 
 @pytest.mark.parametrize("process", [fold_norms, center])
-def test_what_is_not_a_number_is_noticed(process):
+def test_nan_is_noticed(process):
     model = built()
     with torch.no_grad():
         model.blocks[1].mlp.output.bias[0] = torch.nan

@@ -171,6 +171,6 @@ DOCUMENTS = {
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_are_those_of_the_documents(name):
+def test_presets_match_the_documents(name):
     config, expected = config_of(name), DOCUMENTS[name]
     assert {field: getattr(config, field) for field in expected} == expected

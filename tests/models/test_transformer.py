@@ -215,7 +215,7 @@ def copied(model):
 
 
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_two_matrices_are_refused_where_one_is_tied(model, copy_of):
+def test_two_different_matrices_for_tied_weights_are_an_error(model, copy_of):
     untied = Transformer(model.config.replace(tied_unembed=False))
     assert not is_tied(untied)
     assert not torch.equal(untied.W_E, untied.W_U.T)
@@ -245,7 +245,7 @@ def test_loaded_weights_stay_tied(model, tokens, absent, assign):
     torch.testing.assert_close(fresh.eval()(tokens), model(tokens), atol=0, rtol=0, equal_nan=True)
 
 
-def test_what_was_untied_by_hand_stays_so(model, tokens):
+def test_weights_that_were_untied_by_hand_stay_untied(model, tokens):
     model.unembedding.weight = nn.Parameter(torch.randn(23, 10))
     expected = model(tokens)
     model.load_state_dict({}, strict=False)
@@ -287,7 +287,7 @@ def matrices(model):
 @pytest.mark.parametrize(
     ("sizes", "init"), [(WIDE, "gpt2"), (GROUPED, "gpt2"), (GROUPED, "normal")]
 )
-def test_initialisation_is_normal_and_gpt2s_is_smaller_where_the_stream_is_written(sizes, init):
+def test_initialisation_is_normal_and_gpt2_scales_outputs_down(sizes, init):
     for name, weight in matrices(Transformer(TransformerConfig(**sizes, init=init))):
         scaled = init == "gpt2" and name.endswith("output.weight")
         expected = 0.02 / math.sqrt(2 * 5) if scaled else 0.02
@@ -388,7 +388,7 @@ def test_half_precision_and_copies(model, tokens):
     assert torch.equal(copy.deepcopy(model)(tokens), model(tokens))
 
 
-def test_a_scale_of_embeddings_is_rounded_as_they_are():
+def test_a_scale_of_embeddings_is_rounded_to_their_dtype():
     """The scale is rounded to the dtype of the embeddings, as in the training of Gemma.
 
     In bfloat16, the square root of 10 is 3.15625.

@@ -52,7 +52,7 @@ def test_sound_models_pass(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_branches_are_what_forward_adds(form, monkeypatch):
+def test_the_forward_adds_the_branches(form, monkeypatch):
     model = built(torch.float64, **FORMS[form])
     runner, tokens = HookedRunner(model), random_tokens(model)
     _, expected = runner.run_with_cache(tokens)
@@ -144,7 +144,9 @@ SUMS = [
 
 
 @pytest.mark.parametrize(("form", "which", "identity", "point"), SUMS)
-def test_what_is_added_is_what_the_points_say(form, which, identity, point, monkeypatch):
+def test_outputs_that_differ_from_their_points_are_errors(
+    form, which, identity, point, monkeypatch
+):
     model = built(**FORMS[form])
     block = model.blocks[1]
     monkeypatch.setattr(block, "forward", adds(block))
@@ -162,14 +164,14 @@ def test_attention_gives_the_sum_of_its_heads(form, monkeypatch):
 
 
 @pytest.mark.parametrize("form", ["gpt2", "olmo2"])
-def test_attn_out_is_what_attention_or_its_norm_gives(form, monkeypatch):
+def test_attn_out_is_the_output_of_attention_or_its_norm(form, monkeypatch):
     """The point `attn_out` changes the output of attention, so its value is not this output."""
     model = built(**FORMS[form])
     monkeypatch.setattr(model.blocks[0].attn_out, "forward", lambda x: x + 0.01)
     refused(model, "attn_out = ln1_post(attn)", "blocks.0.attn_out")
 
 
-def test_rounding_is_no_failure_and_a_thousandth_is(monkeypatch):
+def test_rounding_passes_and_a_thousandth_fails(monkeypatch):
     model = built(torch.float32)
     output = model.blocks[0].attn.output
     for factor, fails in ((1 + 1e-6, False), (1 + 1e-3, True)):
@@ -266,7 +268,7 @@ def test_a_cache_that_forgets_padding_is_noticed(monkeypatch):
     refused(model, "padded text")
 
 
-def test_what_is_not_a_number_is_noticed():
+def test_nan_is_noticed():
     model = built()
     with torch.no_grad():
         model.blocks[1].attn.output.bias[3] = torch.nan

@@ -9,7 +9,7 @@ PROMPT = "What is the answer to life, the universe, and everything?"
 CONTINUATION = "\n\nThe answer is that we are all one"
 
 
-def test_gpt2_medium_goes_on_as_it_is_known_to():
+def test_gpt2_medium_gives_the_known_continuation():
     hub = pytest.importorskip("huggingface_hub", reason="needs the extra hf")
     try:
         path = hub.snapshot_download("gpt2-medium", local_files_only=True)

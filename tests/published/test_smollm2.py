@@ -136,7 +136,7 @@ def test_heads_that_copy(ours, theirs):
     assert followed.max() > 0.5
 
 
-def test_the_lens_and_what_each_part_adds(ours, theirs):
+def test_the_lens_and_the_contribution_of_each_part(ours, theirs):
     tokens = ours.to_tokens(GIVING).tokens
     _, cache = run_with_cache(ours, tokens)
     streams = theirs(tokens, output_hidden_states=True).hidden_states

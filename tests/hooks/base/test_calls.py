@@ -124,7 +124,7 @@ def test_sweeps_of_blocks_count_calls():
 
 
 @torch.no_grad()
-def test_what_is_refused(model):
+def test_wrong_calls_are_errors(model):
     runner = HookedRunner(model)
     # With shape checks, the checker of annotations raises a TypeError first.
     with pytest.raises((ValueError, TypeError), match="both"):

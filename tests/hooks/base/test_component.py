@@ -23,7 +23,7 @@ class Pair(Component):
             self.second = nn.Linear(5, 7)
 
 
-def test_children_are_what_nn_module_keeps():
+def test_children_equal_those_of_nn_module():
     pair, other = Pair(), nn.Linear(11, 13)
     assert pair.first is pair._modules["first"]
     pair.first = other
@@ -39,7 +39,7 @@ def test_children_are_what_nn_module_keeps():
     assert pair.first is other
 
 
-def test_what_another_instance_has_is_not_ours():
+def test_instances_do_not_share_children():
     Pair()
     lone = Pair(second=False)
     assert not hasattr(lone, "second")
@@ -52,7 +52,7 @@ def test_what_another_instance_has_is_not_ours():
     assert lone.chosen.size == 3
 
 
-def test_weights_are_what_nn_module_keeps():
+def test_weights_equal_those_of_nn_module():
     one, x = Linear(3, 5), torch.tensor([[1.0, 2.0, 3.0]])
     assert one.double().weight.dtype == torch.float64
     one.weight, one.bias = nn.Parameter(torch.ones(5, 3)), None

@@ -32,7 +32,7 @@ def whole(tmp_path):
     ],
 )
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".pt", ".gguf", ".onnx", ".bin"])
-def test_what_a_file_is_in_place_of_tensors(suffix, content, match, tmp_path):
+def test_an_error_says_what_a_file_contains_instead_of_tensors(suffix, content, match, tmp_path):
     path = tmp_path / f"a{suffix}"
     path.write_bytes(content)
     assert match in damage_of(path)

@@ -18,7 +18,7 @@ def test_a_library_that_lacks_another_says_which(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_a_part_of_a_choice_is_none(model):
+def test_a_part_of_an_allowed_value_is_not_allowed(model):
     with pytest.raises(ValueError, match="one of Q, K, V; got 'QK'"):
         composition_scores(model, "QK")
 

@@ -46,7 +46,7 @@ def _system(root, files):
     return free_memory(CPU, root)
 
 
-def test_the_least_of_what_the_system_and_its_groups_leave(tmp_path):
+def test_free_memory_is_the_least_of_the_system_and_its_groups(tmp_path):
     assert free_memory(CPU, tmp_path) is None
     system = {"proc/meminfo": "MemTotal: 900 kB\nMemAvailable:     700 kB\nCached: 5 kB\n"}
     assert _system(tmp_path / "system", system) == 700 * 1024
@@ -107,7 +107,7 @@ def test_the_selection_that_is_named_fits(deep, share):
         run_with_cache(deep, TOKENS, mode="full", max_bytes=whole.nbytes // 9)
 
 
-def test_what_is_free_bounds_a_run(deep, room):
+def test_free_memory_limits_a_run(deep, room):
     _, whole = run_with_cache(deep, TOKENS, mode="full")
     room(whole.nbytes // 2)
     kept = []
@@ -166,7 +166,7 @@ def test_a_run_under_ulimit_is_refused_before_the_allocator_ends_it():
     assert done.stdout == "refused\n", done.stderr
 
 
-def test_lazy_runs_count_what_blocks_store_and_reads_what_they_fill(deep, room):
+def test_the_limit_counts_stored_inputs_of_lazy_runs_and_values_of_reads(deep, room):
     _, lazy = run_with_cache(deep, TOKENS, mode="full", lazy=True)
     stored = lazy.nbytes
     with pytest.raises(MemoryLimitError, match="shorter texts$"):

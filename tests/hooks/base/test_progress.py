@@ -157,7 +157,7 @@ def test_an_analysis_inside_can_be_silent(progress, terminal):
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-def test_an_error_takes_the_bar_away(progress, terminal, kind):
+def test_an_error_removes_the_bar(progress, terminal, kind):
     threads = threading.active_count()
 
     @progress.shows_progress

@@ -79,7 +79,7 @@ def test_negative_positions_count_from_the_last_real_token(mask, form):
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_who_reads_takes_no_padding_of_a_slice(mask):
+def test_readings_leave_padding_out_of_a_slice(mask):
     real = mask.bool()
     for form in (slice(None), slice(2, None), slice(1, 5, 2), slice(-4, None)):
         rows = Selection(form).rows(
@@ -105,7 +105,7 @@ class Foreign(nn.Module):
         return self.head(x.cumsum(1))
 
 
-def test_a_sweep_tells_the_edits_of_any_model_what_is_padding():
+def test_edits_in_a_sweep_of_any_model_know_the_padding():
     model, tokens, mask = Foreign().eval(), some_tokens(1, (BATCH, POS)), MASKS["right"]
     entries = [{"point": edits.zero(pos=-1)}, {"point": edits.zero(pos=[[3], [5], [4]])}]
     found = sweep(model, tokens, entries, log_prob(3), attention_mask=mask)

@@ -178,7 +178,7 @@ def test_a_file_that_safetensors_wrote_before_is_read(path):
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), OSError("a disk of weights"), CacheError("changed")]
 )
-def test_a_save_that_fails_leaves_the_old_file_and_raises_what_was_raised(path, error):
+def test_a_save_that_fails_leaves_the_old_file_and_raises_the_same_error(path, error):
     def later():
         yield "first", torch.ones(50_000)
         raise error
@@ -199,7 +199,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_raises_what_was_raised(path, 
         (ValueError, torch.ones([1] * 999), 1, "fit"),
     ],
 )
-def test_what_no_file_can_hold_leaves_the_old_file(path, error, value, fact, match):
+def test_values_that_no_file_can_contain_leave_the_old_file(path, error, value, fact, match):
     before = path.read_bytes()
     with pytest.raises(error, match=match):
         storage.save(path, "kind-1", {"x": value}, {"fact": fact})
@@ -208,7 +208,7 @@ def test_what_no_file_can_hold_leaves_the_old_file(path, error, value, fact, mat
 
 
 @pytest.mark.parametrize("name", ["x.png", "x.JSON", "x.safetensors.gz", "a.b/x.pdf", "x.5", "x "])
-def test_the_suffix_of_a_file_is_that_of_its_format(tmp_path, name):
+def test_the_suffix_of_a_file_matches_its_format(tmp_path, name):
     (tmp_path / "a.b").mkdir()
     if name.strip() == name:
         with pytest.raises(ValueError, match=r"\.safetensors, or have no suffix; got .*x\."):

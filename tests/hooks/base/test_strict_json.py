@@ -61,7 +61,7 @@ def test_what_is_encoded_is_read_again():
     assert strict_json.decoded('{"bounds": [NaN, Infinity]}')["bounds"][1] == math.inf
 
 
-def test_options_are_those_of_python():
+def test_options_match_python():
     value = {"b": ["é", 1.5], "a": {3}}
     options = dict(indent=1, ensure_ascii=False, sort_keys=True, default=sorted)
     assert strict_json.dumps(value, **options) == json.dumps(value, **options)

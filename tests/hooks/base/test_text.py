@@ -21,7 +21,7 @@ def text(request):
     return Text(*one, STRINGS, SPANS, {"token_type_ids": kinds, "scale": 2.0})
 
 
-def test_padding_is_no_token(text):
+def test_padding_is_not_a_token(text):
     assert text.listed() == [*each_text(text)] == ROWS
     assert text.real.sum(1).tolist() == [4, 1, 2]
     assert text.tokens[~text.real].tolist() == [7] * 5

@@ -148,7 +148,7 @@ def test_a_generation_of_a_model_on_two_devices(device, asked, options):
         dict(device="cpu", names="blocks.*.attn.v", inference=True),
     ],
 )
-def test_a_cached_run_waits_once_and_only_for_what_leaves_the_device(device, tokens, options):
+def test_a_cached_run_waits_once_and_only_for_values_on_the_cpu(device, tokens, options):
     model, there = made("cpu"), made(DEVICE)
     options = dict(options)
     guard = torch.inference_mode if options.pop("inference", False) else torch.no_grad
@@ -177,7 +177,7 @@ def test_positions_are_cut_on_each_device(device, tokens):
         torch.testing.assert_close(value.cpu(), expected["resid_post", layer], atol=1e-5, rtol=0)
 
 
-def test_windows_go_where_the_stream_is(device, tokens):
+def test_masks_of_windows_are_on_the_device_of_the_stream(device, tokens):
     _, cache = HookedRunner(made("cpu")).run_with_cache(tokens, mode="residual")
     inside = torch.stack([cache["resid_post", layer][PADDED] for layer in range(2)], 1)
     assert torch.equal(interp.residual_stream(cache, PADDED.to(DEVICE)).vectors, inside)
@@ -279,7 +279,7 @@ def test_scores_of_heads_read_the_tokens_once(device):
 
 
 @pytest.mark.parametrize("changes", [{}, {"norm_place": "sandwich"}, {"embed_norm": True}])
-def test_sums_of_parts_are_read_where_the_cache_is(device, changes):
+def test_sums_of_parts_are_computed_on_the_device_of_the_cache(device, changes):
     models, text = (made("cpu", **changes), made(DEVICE, **changes)), torch.randint(23, (3, 7))
     caches = [HookedRunner(one).run_with_cache(text)[1] for one in models]
     models, caches = (*models, models[1]), [*caches, caches[1].to("cpu")]
@@ -375,7 +375,7 @@ def test_a_part_of_a_larger_memory_is_copied():
     assert cache["q", 1].untyped_storage().nbytes() == 3 * 5 * 12 * 4, "one memory, wholly kept"
 
 
-def test_what_the_caller_may_write_into_is_copied():
+def test_tensors_that_the_caller_may_write_into_are_copied():
     model, resid = _model(), torch.randn(2, 5, 12)
     before = resid.clone()
     _, cache = run_with_cache(model, resid, starting_at_layer=1, names="blocks.1.resid_pre")
@@ -392,7 +392,7 @@ def test_what_the_caller_may_write_into_is_copied():
     assert cache["embed"].any()
 
 
-def test_values_are_copied_where_writes_are_possible_or_not_counted():
+def test_values_are_copied_if_writes_are_possible_or_not_counted():
     model = _model()
     runner, doubled = HookedRunner(model), lambda value, point: value.mul_(2)
     with runner.hooks({"blocks.1.resid_pre": doubled}):

@@ -241,7 +241,7 @@ def test_a_mask_finds_the_neurons_of_a_variable():
 
 
 @pytest.mark.parametrize("kind", ["padded", "spans", "heads", "noising"])
-def test_runs_are_those_of_edits(kind):
+def test_runs_match_edits(kind):
     """The scores of `align` equal runs with `edits.interchange` and the same part of the
     activation.
 
@@ -345,7 +345,7 @@ def test_layers_and_positions_are_axes():
         align(model, pairs[:16], "resid_pre", 4, test=pairs[16:], epoch=3)
 
 
-def test_featurizers_are_what_they_say():
+def test_featurizers_follow_their_definitions():
     torch.manual_seed(0)
     x, y = torch.randn(2, 6, 128)
     torch.testing.assert_close(neurons(128).interchanged(x, y), y)
@@ -400,7 +400,7 @@ class Neurons(nn.Module):
         return h @ self.READER
 
 
-def test_a_neuron_that_is_used_is_no_illusion_though_most_of_it_is_not_read():
+def test_a_neuron_that_is_used_is_not_an_illusion():
     model, neuron = Neurons().eval(), torch.eye(5)[1]
     pairs = Pairs(torch.tensor([[3], [5]]), torch.tensor([[1], [7]]), metric=logit_diff(1, 0))
     checked = null_spaces(model, pairs, "h", neuron, reader=model.READER)
@@ -434,7 +434,7 @@ class Line(nn.Module):
         return torch.stack([torch.zeros(h.shape[:2]), h @ torch.tensor([0.0, 2.0, 1.0])], -1)
 
 
-def test_an_illusion_is_told_from_what_is_used():
+def test_an_illusion_is_distinguished_from_a_used_direction():
     model = Line().eval()
     pairs = Pairs(torch.tensor([[3], [5]]), torch.tensor([[1], [7]]), metric=logit_diff(1, 0))
     e1, e2, e3 = torch.eye(3)

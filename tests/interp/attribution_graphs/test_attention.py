@@ -140,7 +140,7 @@ def graph_of(form="rms", **more):
     return model, attribution_graph(model, TEXT, dictionaries, targets=[2, 5], **more)
 
 
-def test_a_graph_keeps_effects_by_attention_apart():
+def test_effects_by_attention_are_separate():
     _, plain = graph_of()
     _, graph = graph_of(attention=True)
     torch.testing.assert_close(graph.rows, plain.rows, rtol=0, atol=0)
@@ -159,7 +159,7 @@ def test_a_graph_keeps_effects_by_attention_apart():
     torch.testing.assert_close(few.by_attention, graph.by_attention)
 
 
-def test_many_targets_in_parts_move_what_they_move_together(monkeypatch):
+def test_targets_in_parts_equal_all_targets_together(monkeypatch):
     _, graph = graph_of(attention=True)
     monkeypatch.setattr("interp.attribution_graphs.descent._BYTES", 1)
     _, parts = graph_of(attention=True)
@@ -169,7 +169,7 @@ def test_many_targets_in_parts_move_what_they_move_together(monkeypatch):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", ["rms", "both ways", "window", "parallel"])
 @pytest.mark.parametrize("against", [None, 0, "mean"])
-def test_pairs_by_paths_add_up_like_those_by_writers(form, against):
+def test_pairs_by_paths_add_up_like_pairs_by_writers(form, against):
     model, graph = graph_of(form)
     cache = HookedRunner(model).run_with_cache(TEXT, mode="full")[1]
     for head in ((0, 3), (2, 1)):
@@ -188,7 +188,7 @@ def test_pairs_by_paths_add_up_like_those_by_writers(form, against):
         assert {*tables[0].labels["key_source"]} <= {node.id for node in graph.nodes} | {"rest"}
 
 
-def test_a_pair_by_paths_is_what_a_frozen_run_says_of_both_sides():
+def test_both_sides_of_a_pair_equal_a_frozen_run():
     """A token's contributions to a query and to a key equal their changes in a run in which norms,
     patterns and MLPs keep the values of the unedited run.
     """
@@ -235,7 +235,7 @@ def test_a_pair_by_paths_is_what_a_frozen_run_says_of_both_sides():
             torch.testing.assert_close(ours, expected[None], rtol=1e-9, atol=1e-12)
 
 
-def test_the_largest_cells_are_those_of_all_scores():
+def test_the_largest_cells_match_all_scores():
     model, graph = graph_of(attention=True)
     cells = graph.cells(graph.logits[1].id, k=7)
     cache = HookedRunner(model).run_with_cache(TEXT, mode="full")[1]
@@ -257,7 +257,7 @@ def test_the_largest_cells_are_those_of_all_scores():
     assert graph.cells()[0].target == graph.logits[0].id
 
 
-def test_the_cells_of_the_last_block_are_those_written_out():
+def test_the_cells_of_the_last_block_match_their_formula():
     """The effect of an attention score is its gradient multiplied by its difference from the mean.
 
     With the pattern P and A, the effect of each key's value on the target, the gradient of a score
@@ -276,7 +276,7 @@ def test_the_cells_of_the_last_block_are_those_written_out():
     assert not cells[:, :-1].any()
 
 
-def test_an_intervention_says_what_attention_did_and_was_said_to_do():
+def test_an_intervention_has_the_measured_and_the_predicted_effect_of_attention():
     model, graph = graph_of("plain", attention=True)
     _, plain = graph_of("plain")
     name = next(node.id for node in graph.nodes if node.layer == 0 and node.pos == 1)
@@ -324,7 +324,7 @@ def test_an_intervention_says_what_attention_did_and_was_said_to_do():
     )
 
 
-def test_what_no_graph_can_explain_is_refused():
+def test_targets_that_no_graph_can_explain_are_errors():
     _, graph = graph_of()
     with pytest.raises(ValueError, match="through .*paths, writers; got 'heads'"):
         graph.attention((0, 0), through="heads")

@@ -91,7 +91,7 @@ CASES = [(form, "layer") for form in FORMS] + [
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("form", "kind"), CASES)
-def test_rows_add_up_and_are_what_a_frozen_run_changes(form, kind):
+def test_rows_add_up_and_equal_changes_of_a_frozen_run(form, kind):
     model = model_of(form)
     reads = "resid_mid" if kind == "across" or form == "output" else "ln2.normalized"
     dictionaries = transcoders(kind, reads)
@@ -176,7 +176,7 @@ def peer():
     return model, dictionaries, torch.tensor([about["text"]]), tensors
 
 
-def test_the_effects_are_those_of_circuit_tracer(peer):
+def test_the_effects_match_circuit_tracer(peer):
     model, dictionaries, text, theirs = peer
     graph = attribution_graph(model, text, dictionaries, targets=4, first=1)
     assert [node.number for node in graph.logits] == theirs["logits"].tolist()
@@ -196,7 +196,7 @@ def test_the_effects_are_those_of_circuit_tracer(peer):
     assert graph.gap < 1e-12
 
 
-def test_influence_pruning_and_scores_are_those_of_circuit_tracer(peer):
+def test_influence_pruning_and_scores_match_circuit_tracer(peer):
     model, dictionaries, text, theirs = peer
     graph = attribution_graph(model, text, dictionaries, targets=4, first=1)
     n_features, n_sources = len(graph.run.layer), len(theirs["matrix"]) - 4
@@ -268,7 +268,7 @@ def test_likely_tokens_are_targets_until_the_probability_is_reached(pick):
     assert graph.gap < 1e-12
 
 
-def test_a_cut_head_takes_its_paths_along():
+def test_cutting_a_head_removes_its_paths():
     """Cutting a head equals a model in which this head adds nothing, with the same patterns and
     scales as before.
     """
@@ -323,7 +323,7 @@ def test_a_model_whose_mlps_are_their_own_transcoders_is_explained_completely():
     assert graph.completeness == pytest.approx(1, abs=1e-9)
 
 
-def test_predictions_hold_where_all_else_is_held():
+def test_predictions_are_exact_with_the_rest_frozen():
     """With everything else frozen, a change of a feature moves its readers by
     `change * effect / activation`.
     """

@@ -21,7 +21,7 @@ def graph_of(name):
     return PrunedGraph.from_neuronpedia(HERE / f"{name}.json")
 
 
-def test_what_circuit_tracers_page_saved_is_read():
+def test_a_file_of_circuit_tracers_page_is_read():
     graph, data = graph_of("page"), json.loads((HERE / "page.json").read_text())
     assert isinstance(data["qParams"]["pinnedIds"], str)
     assert data["qParams"]["sg_pos"] is None
@@ -55,7 +55,7 @@ def test_a_graph_survives_being_written(name, tmp_path):
             assert "(p=0." in node["clerp"]
 
 
-def test_what_neuronpedias_server_writes_is_read():
+def test_a_file_of_neuronpedias_server_is_read():
     graph = graph_of("server")
     influence = {node.id: node.influence for node in graph.nodes}
     assert [node._replace(influence=None) for node in graph.nodes if node.pos >= 2] == [
@@ -73,7 +73,7 @@ def test_what_neuronpedias_server_writes_is_read():
     assert graph.inputs("4_5_3") == [("1_1203_3", -2.0), ("1_57794_2", 1.0), ("1_-1_2", 0.0625)]
 
 
-def test_what_anthropic_published_is_read():
+def test_a_file_of_anthropic_is_read():
     graph, data = graph_of("anthropic"), json.loads((HERE / "anthropic.json").read_text())
     # In the groups of Anthropic's page, the position in the name of a node counts from the end.
     assert data["qParams"]["supernodes"][0] == ["capital", "1_1729136_-0", "3_10502022_-1"]
@@ -119,7 +119,7 @@ def saved(change):
         (lambda data: data.update(metadata=3), "Neuronpedia"),
     ],
 )
-def test_what_no_graph_can_hold_is_refused_by_the_name_of_its_file(change, message, tmp_path):
+def test_errors_of_a_graph_file_name_the_file(change, message, tmp_path):
     (tmp_path / "x.json").write_text(json.dumps(saved(change)))
     with pytest.raises(ValueError, match=message) as raised:
         PrunedGraph.from_neuronpedia(tmp_path / "x.json")
@@ -148,7 +148,7 @@ def test_a_number_that_is_not_finite_is_refused_by_its_file_and_place(
         PrunedGraph.from_neuronpedia(tmp_path / "x.json")
 
 
-def test_a_text_or_null_is_no_weight(tmp_path):
+def test_a_text_or_null_is_not_a_weight(tmp_path):
     for wrong in ("NaN", None, True):
         data = saved(lambda data, wrong=wrong: data["links"][3].update(weight=wrong))
         (tmp_path / "x.json").write_text(json.dumps(data))
@@ -297,7 +297,7 @@ def test_a_feature_without_an_error_counts_as_one():
         graph.subgraph_scores(["0_1_0", "1_2_0"])
 
 
-def test_influence_takes_a_step_for_each_node_of_a_chain():
+def test_influence_needs_a_step_for_each_node_of_a_chain():
     chain = [Node(f"{n}_0_0", "feature", n, 0, 0) for n in range(7)]
     nodes = [
         Node("E_0_0", "token", -1, 0, 0),

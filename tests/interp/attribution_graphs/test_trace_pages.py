@@ -351,7 +351,7 @@ addEventListener("message", () => {
 """
 
 
-def test_a_heads_node_shows_where_it_looks_and_the_pairs_of_its_score(tmp_path):
+def test_the_node_of_a_head_shows_its_attention_and_the_pairs_of_its_score(tmp_path):
     model, transcoders = pydoc(), load_transcoders("pydoc-4l/transcoders")
     more = {"max_features": 32, "attention": True}
     pruned = attribution_graph(model, TEXT, transcoders, targets=["V"], **more).pruned(0.3, 0.5)

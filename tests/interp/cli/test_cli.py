@@ -152,7 +152,7 @@ def test_corrupted_alone_goes_with_the_default_prompt(saved, here, monkeypatch):
         (["--model", "svd-64-2l"], "'svd-64-2l'.* train"),
     ],
 )
-def test_what_no_report_can_be_made_of(saved, capsys, given, match):
+def test_models_and_texts_without_a_report(saved, capsys, given, match):
     assert re.search(match, refused(capsys, "report", "--model", saved, *given))
 
 
@@ -290,7 +290,7 @@ def test_points_of_a_registered_config(here, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("output", "error"), [("| true", ""), ("> /dev/full", "error: .*\n")])
-def test_output_that_cannot_be_written_is_no_traceback(saved, monkeypatch, output, error):
+def test_output_that_cannot_be_written_gives_no_traceback(saved, monkeypatch, output, error):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     command = f"'{sys.executable}' -m interp points --model '{saved}' {output}"
     command = ["bash", "-c", f"{command}; exit $PIPESTATUS"]
@@ -306,7 +306,7 @@ def test_output_that_cannot_be_written_is_no_traceback(saved, monkeypatch, outpu
         ("models", "1 / 0", 1, "error: .*{}.*\n"),  # the user's module is found, but not run
     ],
 )
-def test_a_module_that_shadows_ours_is_no_traceback(here, package, text, status, error):
+def test_a_module_that_shadows_ours_gives_no_traceback(here, package, text, status, error):
     file = here / f"{package}.py"
     file.write_text(text)
     done = command_line("points")
@@ -328,7 +328,7 @@ sys.meta_path.insert(0, Presses)
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("module", ["hooks", "torch.nn", "interp.cli.common", "models"])
-def test_ctrl_c_during_imports_is_no_traceback(here, monkeypatch, module):
+def test_ctrl_c_during_imports_gives_no_traceback(here, monkeypatch, module):
     (here / "sitecustomize.py").write_text(PRESSING.format(module))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (here, ROOT))))
     done = command_line("points", "--model", "pydoc-4l")

@@ -66,7 +66,7 @@ def test_the_example_in_the_help_runs(name, capsys, tmp_path, monkeypatch):
     assert printed(capsys, *shlex.split(example)).strip()
 
 
-def test_the_lens_is_that_of_python(capsys):
+def test_the_lens_matches_python(capsys):
     model = pydoc()
     readout = logit_lens(model, HookedRunner(model).run_with_cache(CLEAN)[1], top_k=3)
     data = json.loads(printed(capsys, "lens", "--prompt", CLEAN, "--top", "3", "--json"))
@@ -78,7 +78,7 @@ def test_the_lens_is_that_of_python(capsys):
     assert table[-2].split()[-2] == repr(data["likeliest"][-1][-1][0])
 
 
-def test_features_are_those_of_python(capsys):
+def test_features_match_python(capsys):
     model, point = pydoc(), "blocks.1.mlp_out"
     transcoder = load_transcoders("pydoc-4l/transcoders")[point]
     given = ["features", "--prompt", CLEAN, "--dictionary", "pydoc-4l/transcoders", "--at", point]
@@ -101,7 +101,7 @@ def test_features_are_those_of_python(capsys):
     assert "at blocks.2.resid_post and is used at blocks.1.attn_out" in str(warned.message)
 
 
-def test_jobs_of_a_harvest_are_those_of_python(capsys, tmp_path):
+def test_jobs_of_a_harvest_match_python(capsys, tmp_path):
     texts = [f"part {n} of the list" for n in range(30)]
     (tmp_path / "texts.txt").write_text("\n".join(texts))
     options = "--point blocks.1.mlp_out --point blocks.1.attn.z --context 8 --pack".split()
@@ -121,7 +121,7 @@ def test_jobs_of_a_harvest_are_those_of_python(capsys, tmp_path):
     assert "same dtype" in refused(capsys, *given, "--values", "float32")
 
 
-def test_patches_are_those_of_python(capsys):
+def test_patches_match_python(capsys):
     pairs = Pairs(CLEAN, OTHER, ("1", "4"))
     given = ["patch", "--prompt", CLEAN, "--corrupted", OTHER, "--answers", "1", "4"]
     for site, over in (("z", ["layer", "head"]), ("resid_pre", None)):
@@ -145,7 +145,7 @@ def test_answers_of_several_tokens_are_measured_in_nats(capsys):
     assert "log-probability of ' 1 and' less that of ' 4 or b', in nats" in text
 
 
-def test_generation_under_edits_is_that_of_python(capsys):
+def test_generation_under_edits_matches_python(capsys):
     model, change = pydoc(), "blocks.3.attn.z zero head=0,3 pos=4:"
     edit = edits.zero(head=[0, 3], pos=slice(4, None))
     with HookedRunner(model).hooks({"blocks.3.attn.z": edit}):
@@ -445,7 +445,7 @@ def test_edits_are_parsed(text, expected):
         ("harvest texts.txt --point embed --out x.safetensors", "a folder; got x.safetensors"),
     ],
 )
-def test_what_is_wrong_is_one_line(arguments, said, capsys):
+def test_errors_are_one_line(arguments, said, capsys):
     assert said in refused(capsys, *shlex.split(arguments))
 
 

@@ -42,7 +42,7 @@ def rows_of(model, texts, name, pos):
 
 
 @pytest.mark.parametrize(("site", "pos"), [("resid_post", -1), ("resid_post", None), ("z", -2)])
-def test_a_difference_of_means_is_that_of_numpy(model, site, pos):
+def test_a_difference_of_means_matches_numpy(model, site, pos):
     v = difference_of_means(model, YES, NO, site, pos=pos, batch=2)
     assert len(v.vectors) == 4
     for name, vector in v.vectors.items():
@@ -117,7 +117,7 @@ POSITIONS = {
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("pos", POSITIONS.values(), ids=POSITIONS)
-def test_padding_is_no_example_in_any_form_of_positions(model, pos):
+def test_padding_is_not_an_example_for_any_form_of_positions(model, pos):
     name, runner = "blocks.1.resid_post", HookedRunner(model)
     kinds = [YES, NO if pos is POSITIONS["of both"] else NO[:4]]
     lengths = [[len(text) for text in texts] for texts in kinds]
@@ -279,7 +279,7 @@ def values_and_labels(rank=6, rows=40):
 
 
 @pytest.mark.parametrize("rank", [6, 9])
-def test_what_is_erased_cannot_be_read_and_is_the_least(rank):
+def test_an_erased_label_cannot_be_read_and_the_change_is_the_smallest(rank):
     x, z = values_and_labels(rank)
     eraser = leace(Moments.of(torch.tensor(x), torch.tensor(z)[:, None]))
     erased = eraser(torch.tensor(x)).numpy()
@@ -304,7 +304,7 @@ def test_what_is_erased_cannot_be_read_and_is_the_least(rank):
 
 
 @pytest.mark.parametrize(("rank", "labels"), [(9, 1), (6, 1), (9, 3)])
-def test_what_is_erased_is_what_concept_erasure_erases(rank, labels):
+def test_erasure_matches_the_library_concept_erasure(rank, labels):
     theirs = pytest.importorskip("concept_erasure", reason="needs concept-erasure")
     torch.manual_seed(0)
     x = torch.randn(200, rank).double() @ torch.randn(rank, 9).double() + torch.randn(9)
@@ -317,7 +317,7 @@ def test_what_is_erased_is_what_concept_erasure_erases(rank, labels):
     assert (expected - x).abs().max() > 0.5
 
 
-def test_moments_of_parts_are_those_of_all_rows():
+def test_moments_of_parts_match_all_rows():
     x, z = values_and_labels()
     x, z = torch.tensor(x), torch.tensor(z)[:, None]
     parts = [Moments.of(x[part], z[part]) for part in (slice(0, 3), slice(3, 4), slice(4, None))]
@@ -391,7 +391,7 @@ def test_files_hold_directions(model, tmp_path):
     assert math.isnan(again.about["scale"])
 
 
-def test_control_vectors_are_those_of_llama_cpp(model, tmp_path):
+def test_control_vectors_match_llama_cpp(model, tmp_path):
     gguf = pytest.importorskip("gguf")
     v = difference_of_means(model, YES, NO).at(1, 3)
     v.to_gguf(tmp_path / "v.gguf", "gpt2")
@@ -463,7 +463,7 @@ def test_control_vectors_are_read_in_each_type(kind, tmp_path):
         np.testing.assert_allclose(read[layer].double().numpy(), row, rtol=1e-6)
 
 
-def test_what_is_no_control_vector_is_refused_in_one_line(tmp_path):
+def test_files_that_are_not_a_control_vector_are_errors_of_one_line(tmp_path):
     path, vector = tmp_path / "v.gguf", np.arange(32, dtype=np.float32)
     wrong = {
         r"one length; got shapes \[\(16,\), \(32,\)\]": {
@@ -553,7 +553,7 @@ def test_a_probe_finds_what_is_planted_and_its_control_does_not(kind):
     assert "<iframe" in found._repr_html_()
 
 
-def test_positions_are_scored_apart_in_one_pass():
+def test_positions_are_scored_separately_in_one_pass():
     """Only the second of three positions shows which kind a text has."""
     pytest.importorskip("sklearn", reason="needs the extra probes")
     torch.manual_seed(0)
@@ -651,7 +651,7 @@ def test_copies_of_a_text_are_never_in_two_folds(model):
 
 
 @pytest.mark.parametrize("kind", ["logistic", "linear"])
-def test_folds_of_texts_that_come_several_times_are_those_of_scikit_learn(kind):
+def test_folds_of_texts_that_come_several_times_match_scikit_learn(kind):
     """The folds are made by hand: all copies of a text are in the same fold, and are scored once.
 
     The fit uses all copies.
@@ -757,7 +757,7 @@ class Seeing(nn.Module):
         return self.point(self.embedding(tokens) + picture[:, None])
 
 
-def test_the_same_words_beside_other_pictures_are_other_texts():
+def test_the_same_words_with_other_pictures_are_other_texts():
     """A cache does not contain the images of its run. So texts with equal tokens are copies only if
     their values are equal too.
     """
@@ -777,7 +777,7 @@ def test_the_same_words_beside_other_pictures_are_other_texts():
     assert probe(model, *copied, "point", folds=3).auroc.counts == (2, 2)
 
 
-def test_the_auroc_of_a_fold_is_that_of_scikit_learn():
+def test_the_auroc_of_a_fold_matches_scikit_learn():
     metrics = pytest.importorskip("sklearn.metrics", reason="needs the extra probes")
     linear = pytest.importorskip("sklearn.linear_model")
     torch.manual_seed(2)
@@ -837,7 +837,7 @@ def test_constant_columns_have_no_coefficient(kind, dtype):
     np.testing.assert_allclose(vector[:5].numpy(), expected, rtol=2e-3)
 
 
-def test_what_varies_by_rounding_alone_is_not_erased():
+def test_directions_that_vary_only_by_rounding_are_not_erased():
     """In the fitted values, the third dimension varies only by rounding. The erasure must leave it
     unchanged, also in other values that do vary along it.
     """

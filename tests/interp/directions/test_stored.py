@@ -54,7 +54,7 @@ def by_kind(texts, labels):
 
 @pytest.mark.parametrize("pos", POSITIONS.values(), ids=POSITIONS)
 @pytest.mark.parametrize("how", ["two", "labels"])
-def test_stores_give_what_their_texts_give(model, tmp_path, how, pos):
+def test_stores_give_the_results_of_their_texts(model, tmp_path, how, pos):
     pytest.importorskip("sklearn", reason="needs the extra probes")
     if how == "two":
         kinds, wheres, options = (YES, NO), pos, {}

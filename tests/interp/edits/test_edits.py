@@ -259,7 +259,7 @@ def test_a_mean_leaves_padding_out(wide, texts):
                 np.testing.assert_allclose(edited.numpy(), changed, atol=1e-13)
 
 
-def test_a_mean_is_that_of_its_axes_and_always_fresh():
+def test_a_mean_is_over_its_axes_and_computed_at_each_use():
     point, x = Point("embed", ("batch", "pos", "d_model")), torch.zeros(2, 5, 3)
     reference = torch.ones(7, 5, 3, requires_grad=True)
     mean = edits.mean(reference, attention_mask=torch.ones(7, 5))
@@ -318,7 +318,7 @@ def test_the_batch_may_be_a_later_axis():
     assert edited.tolist() == [[1, 2], [3, 4], [5, 0]]
 
 
-def test_rows_are_the_first_axis_where_none_is_declared():
+def test_rows_are_the_first_axis_if_no_axes_are_declared():
     runner, x = HookedRunner(nn.Sequential(nn.Tanh()).eval()), torch.randn(5, 2, 3)
     cache = runner.capture(x, names="0")
     donors = donors_of(x, 3)
@@ -341,7 +341,7 @@ def test_a_donor_is_another_row_the_same_at_every_point(n):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_copy_of_a_text_is_no_donor(wide, side):
+def test_a_copy_of_a_text_is_not_a_donor(wide, side):
     """Texts 0, 2, 3 and 5 are copies. The tokens at padding do not matter."""
     texts = [[3, 1, 4], [1, 5, 9], [3, 1, 4], [3, 1, 4], [2, 6, 5], [3, 1, 4]]
     fill = torch.arange(6)[:, None]  # another token at the padding of each text
@@ -445,7 +445,7 @@ def test_knockout_equals_the_models_own_mask(form, texts):
 
 
 @pytest.mark.parametrize("later", [(2, 5), ([0, 2], [3, 6]), (-3, [-1, -2])])
-def test_knockout_of_later_keys_says_that_it_changes_nothing(wide, texts, later):
+def test_the_receipt_of_a_knockout_of_later_keys_shows_no_change(wide, texts, later):
     with pytest.warns(UserWarning, match="causal"):
         edit = edits.knockout(*later)
     logits = wide.run_with_hooks(texts[0], hooks={"*.scores": edit})
@@ -560,7 +560,7 @@ def test_a_lazy_cache_is_edited_as_the_run_was(wide, texts):
     assert start_of_piece() is None
 
 
-def test_gradients_flow_through_what_is_left(wide, texts, source):
+def test_gradients_flow_through_the_values_that_remain(wide, texts, source):
     name = "blocks.0.resid_mid"
 
     def by_hand(value, point):
@@ -761,7 +761,7 @@ ONES = torch.ones(BATCH, POS, 10).double()
         (lambda s: edits.knockout(query=1), "blocks.0.attn.pattern", "scores"),
     ],
 )
-def test_what_does_not_fit_a_point_is_an_error(wide, texts, source, edit, name, match):
+def test_edits_that_do_not_fit_a_point_are_errors(wide, texts, source, edit, name, match):
     hooks = {name: edit(source)}
     # `query` also counts positions, so this edit fits.
     if match is None:
@@ -772,7 +772,7 @@ def test_what_does_not_fit_a_point_is_an_error(wide, texts, source, edit, name, 
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_no_point_takes_is_an_error_at_once(source):
+def test_edits_that_fit_no_point_are_errors_at_once(source):
     for wrong in (torch.zeros(3), torch.ones(3, 2), torch.ones(2, 3), torch.ones(3, 0)):
         with pytest.raises(ValueError, match="independent"):
             edits.project_out(wrong)
@@ -798,7 +798,7 @@ def test_what_no_point_takes_is_an_error_at_once(source):
         pass
 
 
-def test_edits_work_where_no_axes_are_declared():
+def test_edits_work_without_declared_axes():
     """Edits also work at points whose keys are not tokens of the text, as in cross-attention."""
     runner, x = HookedRunner(nn.Sequential(nn.Linear(3, 5), nn.ReLU()).eval()), torch.ones(2, 3)
     source = runner.capture(2 * x, names="0")

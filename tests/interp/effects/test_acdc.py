@@ -104,7 +104,7 @@ def test_thresholds_share_their_tests():
 
 
 @pytest.mark.parametrize("source", ["pair", "zero"])
-def test_total_and_direct_effects_are_those_of_hooks(source):
+def test_total_and_direct_effects_match_hooks(source):
     model = variant("pre", n_layers=2, n_heads=3).double()
     pairs, runner = pairs_of(model), HookedRunner(model)
     found = node_effects(model, pairs, source)

@@ -74,7 +74,7 @@ def saturated(gain, **changes):
 @pytest.mark.parametrize("site", ["q", "k"])
 @pytest.mark.parametrize(("mask", "dtype"), [(LEFT, torch.float64), (None, torch.float32)])
 @pytest.mark.parametrize("cap", [0.0, 9.0])
-def test_the_correction_is_exact_where_all_else_is_linear(site, mask, dtype, cap):
+def test_the_correction_is_exact_if_the_rest_is_linear(site, mask, dtype, cap):
     model = saturated(40.0, attn_cap=cap).to(dtype)
     pairs, given = paired(mask), dict(site=site, over=("head", "pos"), layers=[1])
     exact = activation_patching(model, pairs, **given)

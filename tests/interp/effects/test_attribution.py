@@ -129,7 +129,7 @@ LINEAR = [
 
 @pytest.mark.parametrize("analysis", [attribution_patching, integrated_gradients])
 @pytest.mark.parametrize(("site", "over", "options"), LINEAR)
-def test_it_equals_patching_where_the_model_is_linear(site, over, options, analysis):
+def test_attribution_equals_patching_in_linear_models(site, over, options, analysis):
     model = variant("attention only", norm="none", n_kv_heads=3)
     clean, corrupted, spans, others = BASE, TARGET, {"a": [[1, 2, 2]] * 4 + [[6, 4, 6]]}, None
     spans |= {"b": [[6]] * 5}
@@ -241,7 +241,7 @@ def test_a_point_that_the_metric_does_not_read_has_no_effect(analysis):
 
 @pytest.mark.parametrize("model", [variant("pre"), variant("pre").float()], ids=["64", "32"])
 @pytest.mark.parametrize("analysis", [attribution_patching, top_attributions, edge_attribution])
-def test_a_metric_without_a_gradient_at_the_base_run_is_told(analysis, model):
+def test_a_metric_without_a_gradient_at_the_base_run_gives_a_warning(analysis, model):
     divergence = kl_divergence(model(BASE).detach(), pos=None)
     direction = "noising" if analysis is edge_attribution else "denoising"
     pairs = paired(metric=divergence)
@@ -359,7 +359,7 @@ def test_fixed_steps_are_the_trapezoid_rule(form, mask, site, name, to, steps):
     assert set(found.about["steps"]) == {steps}
 
 
-def test_where_nothing_changes_there_is_no_gap():
+def test_equal_runs_have_no_gap():
     found = integrated_gradients(variant("pre"), Pairs(BASE, BASE, metric=METRIC), steps=3)
     assert not found.values.any()
     assert found.about["gaps"] == [[0.0] * BATCH]
@@ -410,7 +410,7 @@ def test_a_known_integral():
     close(found.values, cubes[1] - cubes[0], 1e-2)
 
 
-def test_the_effects_of_spans_add_up_to_that_of_moving_all_of_them():
+def test_the_effects_of_spans_add_up_to_the_effect_of_all_spans():
     model, corrupted = variant("rotary"), some_tokens(2, (BATCH, POS + 2))
     spans = {"a": [[1, 2]] * 5, "b": [[5]] * 5}
     others = {"a": [[3, 2]] * 5, "b": [[8]] * 5}

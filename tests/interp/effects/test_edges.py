@@ -111,7 +111,7 @@ def test_the_input_moves_at_spans_only():
 
 
 @torch.no_grad()
-def test_edges_are_exact_where_what_follows_is_linear():
+def test_edges_are_exact_if_the_model_is_linear_after_them():
     model = made(mlp="none", d_mlp=0, norm="none", final_norm=False, n_layers=1)
     nodes = Graph(model)
     edges = [edge for edge in nodes.edges if edge.endswith(("logits", "<v>"))]
@@ -261,7 +261,7 @@ def test_bad_input_is_refused(error, match, given):
 
 
 @pytest.mark.parametrize("part", ["ln1", "ln2"])
-def test_a_norm_without_its_scale_is_no_identity(part):
+def test_a_norm_without_its_scale_is_not_the_identity(part):
     model = made()
     setattr(model.blocks[1], part, torch.nn.LayerNorm(14).double().eval())
     with pytest.raises(AttributeError, match="scale"):
@@ -282,7 +282,7 @@ def test_readers_are_scored_a_few_at_a_time(monkeypatch):
     close(edge_attribution(model, PAIRS).values, whole.values)
 
 
-def test_what_passes_by_the_readers_is_told():
+def test_effects_that_no_reader_sees_give_a_warning():
     model = made()
     block, forward = model.blocks[1], model.blocks[1].forward
     block.forward = lambda resid, context: forward(resid, context) + resid.tanh()

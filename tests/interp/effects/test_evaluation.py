@@ -56,7 +56,7 @@ def test_a_mean_can_take_the_place_of_the_other_text():
     torch.testing.assert_close(found.mean()[0], share(metric(KEPT, source=source), *ends))
 
 
-def test_examples_that_run_apart_get_their_own_source(monkeypatch):
+def test_examples_that_run_separately_get_their_own_source(monkeypatch):
     together = faithfulness(GRAPH.model, PAIRS, Circuit(GRAPH, KEPT))
     monkeypatch.setattr("interp.runs.masked._QUICK", 1)
     apart = faithfulness(GRAPH.model, PAIRS, Circuit(GRAPH, KEPT))
@@ -137,7 +137,7 @@ def test_a_circuit_knows_the_pairs_that_its_scores_are_from(find):
         circuit_curve(model, pairs[[0, 1, 2]], Graph(model), scores, shares=SHARES)
 
 
-def test_a_circuit_of_embeddings_apart():
+def test_a_circuit_with_separate_embeddings():
     model, pairs = made(embed_norm=True), Pairs(*TEXTS, ANSWERS)
     nodes = Graph(model, split_embeddings=True)
     edges = ["embed->a0.h1<v>", "pos_embed->a1.h5<q>", "a0.h3->logits"]
@@ -163,7 +163,7 @@ def test_a_circuit_of_embeddings_apart():
 
 
 @pytest.mark.parametrize("method", ["eap", "eap_ig_inputs"])
-def test_edges_of_embeddings_apart_add_up_to_those_of_the_input(method):
+def test_edges_of_separate_embeddings_add_up_to_edges_of_the_input(method):
     model = made(embed_norm=True, n_layers=1).requires_grad_(False)
     nodes, pairs = Graph(model, split_embeddings=True), Pairs(*TEXTS, ANSWERS)
     found, joined = (
@@ -189,7 +189,7 @@ def test_shares_must_rise_to_at_most_1(shares):
         circuit_curve(GRAPH.model, PAIRS, GRAPH, scored(), shares=shares)
 
 
-def test_what_cannot_be_measured_is_refused():
+def test_circuits_that_cannot_be_measured_are_errors():
     with pytest.raises(ValueError, match="other nodes"):
         faithfulness(variant("grouped", n_layers=3), PAIRS, Circuit(GRAPH, KEPT))
     same = Pairs(PAIRS.clean, PAIRS.clean, ANSWERS)

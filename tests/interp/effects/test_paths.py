@@ -162,7 +162,7 @@ def test_frozen_paths_are_edges_unless_a_receiver_is_upstream_of_another():
         assert (difference.abs().max() < 1e-9) == agree
 
 
-def test_what_does_not_fit_is_refused(unchecked):
+def test_arguments_that_do_not_fit_are_errors(unchecked):
     model = made()
     shifted = torch.cat([OTHER[:, :1], OTHER], 1)
     apart = Pairs(CLEAN, shifted, spans={"a": [[3]] * 5}, metric=answer)

@@ -78,7 +78,7 @@ CASES = {
 @torch.no_grad()
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
-def test_patches_are_those_of_raw_hooks(name):
+def test_patches_match_raw_hooks(name):
     prefix, differs = CASES[name]
     model, example, given = made(seeing.ALL[name])
     twin = copy.deepcopy(model)

@@ -112,7 +112,7 @@ def test_features_are_dead_only_on_many_tokens():
 
 
 @torch.no_grad()
-def test_scores_are_those_of_each_text_alone(model, texts):
+def test_scores_match_each_text_alone(model, texts):
     d = random()
     scores = evaluate_sae(model, {PLACE: d}, texts, batch=3)
     values, active, losses, divergences = [], [], [], []
@@ -154,7 +154,7 @@ def test_scores_are_those_of_each_text_alone(model, texts):
     assert "explained variance" in repr(scores)
 
 
-def test_no_ratio_where_the_ablation_hardly_matters(model, texts):
+def test_no_ratio_if_the_ablation_has_almost_no_effect(model, texts):
     quiet = Transformer(model.config).double().eval()
     quiet.load_state_dict(model.state_dict())
     for parameter in quiet.blocks[1].mlp.parameters():
@@ -187,7 +187,7 @@ def test_copies_of_a_text_count_once_in_the_scores(model, texts, batch):
     dataclasses.replace(scores, groups=None).recovered()
 
 
-def test_transcoders_are_scored_at_what_they_write(model):
+def test_transcoders_are_scored_at_the_points_that_they_write(model):
     mlp = model.blocks[0].mlp
     zero = torch.zeros(D, dtype=torch.float64)
     linear = Dictionary(
@@ -212,14 +212,14 @@ def test_transcoders_are_scored_at_what_they_write(model):
     assert math.isclose(got, 1 - error.item(), rel_tol=1e-9)
 
 
-def test_what_is_constant_has_no_explained_variance(model):
+def test_constant_values_have_no_explained_variance(model):
     with HookedRunner(model).hooks({PLACE: lambda value, point: torch.full_like(value, 0.1)}):
         scores = evaluate_sae(model, {PLACE: random()}, TEXTS)
     assert math.isnan(scores.points[PLACE].explained_variance)
     assert scores.points[PLACE].l0 > 0
 
 
-def test_cards_show_where_features_are_and_what_they_write(model, tmp_path):
+def test_cards_show_the_texts_and_the_logits_of_features(model, tmp_path):
     d = random(k=3)
     chosen = [28, 4]
     cards = feature_cards(model, {PLACE: d}, TEXTS, chosen, k=2, batch=3)
@@ -419,7 +419,7 @@ def test_purity_of_features_and_neurons(model):
     assert neurons.shape == (4 * D,)
 
 
-def test_features_are_decoded_without_what_was_read_where_it_does_not_matter():
+def test_features_are_decoded_without_the_input_if_it_is_not_needed():
     torch.manual_seed(1)
     W_enc, W_dec, features = torch.randn(5, 7), torch.randn(7, 3), torch.rand(2, 4, 7)
     b_enc, b_dec = torch.randn(7), torch.randn(3)

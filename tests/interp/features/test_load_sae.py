@@ -192,7 +192,7 @@ def test_a_file_of_one_layer_honours_its_config(tmp_path):
 
 
 @pytest.mark.parametrize("end", ["enc", "dec"])
-def test_a_part_of_a_cross_layer_transcoder_is_no_dictionary(end):
+def test_one_file_of_a_cross_layer_transcoder_is_an_error(end):
     with pytest.raises(ValueError, match=rf"the folder .*cross_layer_relu.*got .*W_{end}_1"):
         load_sae(FIXTURES / "cross_layer_relu" / f"W_{end}_1.safetensors")
 
@@ -338,7 +338,7 @@ def test_a_link_has_the_name_of_its_repository(tmp_path):
     assert load_sae(link / "layer_3").transcodes is True
 
 
-def test_a_path_that_says_nothing_asks(tmp_path):
+def test_a_path_without_information_asks_for_arguments(tmp_path):
     folder, model = FIXTURES / "gemma_scope", pydoc()
     other = shutil.copytree(folder, tmp_path / "x" / "embedding" / "run_2")
     for each in (folder, other):
@@ -547,7 +547,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("refused", REFUSED)
-def test_what_we_do_not_know_is_refused_by_name(refused, tmp_path):
+def test_unknown_fields_are_errors_that_name_them(refused, tmp_path):
     folder, change, words = REFUSED[refused]
     with pytest.raises(ValueError, match=words):
         load_sae(changed(folder, tmp_path, **change))

@@ -219,7 +219,7 @@ def test_a_dictionary_at_another_place_is_a_warning_that_names_both(name):
 
 
 @pytest.mark.parametrize("name", SAME_PLACES)
-def test_a_dictionary_at_its_own_place_is_none(name):
+def test_a_dictionary_at_its_own_place_gives_no_warning(name):
     trained, at = SAME_PLACES[name]
     model = pydoc()
     size = 512 if at.endswith("mlp.post") else 128
@@ -275,7 +275,7 @@ def test_no_hook_is_left_by_looking():
 
 
 @pytest.mark.parametrize("learned", [True, False])
-def test_what_a_norm_gives_before_its_gain(learned):
+def test_values_of_a_norm_before_its_gain(learned):
     config = dict(vocab_size=11, n_ctx=9, n_layers=2, n_heads=3, d_model=12, norm="rmsnorm")
     model = Transformer(TransformerConfig(**config, norm_learned=learned)).double().eval()
     coder = dictionary(12, reads="blocks.1.ln2.hook_normalized", writes="blocks.1.mlp_out")

@@ -209,14 +209,14 @@ REFUSED_OF_LLAMA_SCOPE = {
 
 
 @pytest.mark.parametrize("refused", REFUSED_OF_LLAMA_SCOPE)
-def test_what_llama_scope_cannot_be_is_refused_by_name(refused, tmp_path):
+def test_unknown_fields_of_llama_scope_are_errors(refused, tmp_path):
     fields = REFUSED_OF_LLAMA_SCOPE[refused]
     llama_scope(tmp_path / "a", **fields)
     with pytest.raises(ValueError, match=next(iter(fields))):
         load_sae(tmp_path / "a")
 
 
-def test_what_llama_scope_r1_cannot_be_is_refused_by_name(tmp_path):
+def test_unknown_fields_of_llama_scope_r1_are_errors(tmp_path):
     for n, (words, more, fields) in enumerate(
         [
             ("W_glu", {"W_glu": torch.zeros(3)}, {}),
@@ -431,7 +431,7 @@ def test_no_form_runs_code_of_its_files(name, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_file_beside_another_form_is_the_one_that_is_read(tmp_path):
+def test_a_named_file_is_read_although_another_format_is_beside_it(tmp_path):
     folder = shutil.copytree(FIXTURES / "dictionary_learning_AutoEncoder", tmp_path / "a")
     w = qwen_scope(folder / "layer3.sae.pt")
     np.testing.assert_array_equal(
@@ -517,7 +517,7 @@ def test_cross_layer_transcoders_of_gemma_scope_2(skip, tmp_path):
             made.decode(ours)
 
 
-def test_what_is_no_cross_layer_transcoder_is_refused(tmp_path):
+def test_files_that_are_not_a_cross_layer_transcoder_are_errors(tmp_path):
     back = drawn(FEATURES, 3, D_IN)
     across(tmp_path / "back", False, {1: {"w_dec": back}})
     across(tmp_path / "few", False, {2: {"w_dec": torch.zeros(FEATURES, 4, D_IN)}})
@@ -568,7 +568,7 @@ def test_cross_layer_transcoders_of_circuit_tracer_may_skip(tmp_path):
 
 
 # Tests of all forms.
-def test_half_precision_is_read_into_float32_unless_asked_otherwise(tmp_path):
+def test_half_precision_is_read_into_float32_by_default(tmp_path):
     path = tmp_path / "layer1.sae.pt"
     w = qwen_scope(path, torch.bfloat16)
     features = top(X @ w["W_enc"].T + w["b_enc"], 4)
@@ -626,7 +626,7 @@ def test_unit_decoder_rows_leave_the_function(name):
     assert (unit.reads, unit.norm, unit.config) == (made.reads, "layer_norm", {"a": 1})
 
 
-def test_unit_decoder_rows_are_refused_where_features_compete():
+def test_unit_decoder_rows_are_an_error_if_features_compete():
     weights = drawn(D_IN, FEATURES), drawn(FEATURES, D_IN), drawn(FEATURES), drawn(D_IN)
     with pytest.raises(ValueError, match="the same length"):
         Dictionary(*weights, TopK(3)).with_unit_decoder()
@@ -638,7 +638,7 @@ def test_unit_decoder_rows_are_refused_where_features_compete():
         load_sae(FIXTURES / "sae_lens_matching_pursuit").with_unit_decoder()
 
 
-def test_a_loaded_one_is_spliced_where_it_says(tmp_path):
+def test_a_loaded_dictionary_is_spliced_at_the_point_of_its_config(tmp_path):
     model = pydoc()
     torch.save(
         {

@@ -97,7 +97,7 @@ def test_nothing_changes_until_features_are_edited(model, place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_features_edits_and_reconstructions_are_those_of_the_formula(model, place):
+def test_features_edits_and_reconstructions_match_the_formula(model, place):
     d = dictionary(**PLACES[place])
     shift = d.b_dec if d.subtracts_b_dec else 0
 
@@ -283,9 +283,7 @@ def test_generation_padding_and_threads(model):
 
 @pytest.mark.parametrize("norm", ["constant_norm_rescale", "layer_norm"])
 @pytest.mark.parametrize("place", ["attn.z", "resid_post"])
-def test_listening_and_editing_leave_real_tokens_as_they_are_beside_values_of_zero(
-    model, norm, place
-):
+def test_hooks_at_features_do_not_change_real_tokens_if_padding_is_zero(model, norm, place):
     """At padding, attention returns 0. A dictionary that divides by the norm of its input must not
     give NaN there.
     """
@@ -305,7 +303,7 @@ def test_listening_and_editing_leave_real_tokens_as_they_are_beside_values_of_ze
     assert torch.equal(made.encode(zeros), made.activation((zeros @ made.W_enc) + made.b_enc))
 
 
-def test_listening_changes_nothing_where_features_overflow(model):
+def test_hooks_change_nothing_if_features_overflow(model):
     made = dictionary(activation=torch.nn.ReLU())
     made.W_enc.data[:, 3] = torch.inf
     with splice(model, {"blocks.1.resid_post": made}) as runner:
@@ -412,7 +410,7 @@ def test_attention_that_an_attached_model_computes_unseen_is_seen():
         assert_close(model(TOKENS).logits, expected)
 
 
-def test_hooks_that_were_there_before_see_what_is_passed_on(model):
+def test_earlier_hooks_see_the_spliced_value(model):
     place, d, seen = "blocks.1.resid_post", dictionary(), []
     handle = HookedRunner(model).add({place: lambda value, point: seen.append(value.clone())})
     try:

@@ -99,7 +99,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_no_set_is_an_error(case):
+def test_transcoders_that_are_not_a_set_are_errors(case):
     dictionaries, error, words = WRONG[case]
     with pytest.raises(error, match=words):
         TranscoderSet(dictionaries)

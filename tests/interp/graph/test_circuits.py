@@ -74,7 +74,7 @@ def test_circuits_are_sets_of_edges():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_pruned_is_on_no_path_from_input_to_logits(seed):
+def test_pruned_edges_are_on_no_path_from_input_to_logits(seed):
     draw = random(GRAPH, 45, seed)
     assert {*draw.pruned()} == connected([*draw])
     assert len(draw) == 45
@@ -122,7 +122,7 @@ def test_greedy_takes_the_best_edge_to_a_node_it_has(signed):
     assert {*greedy(GRAPH, scores, 30, signed)} == connected(taken)
 
 
-def test_without_a_node_no_edge_leads_to_it_or_from_it():
+def test_a_circuit_without_a_node_has_none_of_its_edges():
     circuit = ~Circuit(GRAPH, [])
     left = circuit.without("a0.h4")
     gone = {edge for edge in EDGES if edge.startswith("a0.h4->") or edge.endswith("->a0.h4<q>")}

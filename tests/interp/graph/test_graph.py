@@ -19,7 +19,7 @@ def ran(model, nodes, **options):
 
 @pytest.mark.parametrize("split_embeddings", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_written_adds_up_to_the_stream(form, split_embeddings):
+def test_outputs_of_writers_add_up_to_the_stream(form, split_embeddings):
     model = made(**FORMS[form])
     nodes = graph.Graph(model, split_embeddings)
     for lazy in (False, True):
@@ -29,7 +29,7 @@ def test_what_is_written_adds_up_to_the_stream(form, split_embeddings):
         torch.testing.assert_close(found.sum(0), cache["resid_post", -1], rtol=0, atol=1e-12)
 
 
-def test_a_graph_prints_what_it_is():
+def test_a_graph_prints_its_sizes():
     config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4)
     nodes = graph.Graph(Transformer(config).eval())
     # The writers are the input, two heads and the MLP. The readers are three for each head, the MLP
@@ -59,7 +59,7 @@ def test_a_head_writes_its_share_of_the_norm(norm):
         torch.testing.assert_close(found[nodes.writers.index(name)], part)
 
 
-def test_embeddings_apart_are_divided_by_the_scale_of_their_norm():
+def test_separate_embeddings_are_divided_by_the_scale_of_their_norm():
     model = made(embed_norm=True)
     nodes = graph.Graph(model, split_embeddings=True)
     found = nodes.contributions(ran(model, nodes))
@@ -72,7 +72,7 @@ def test_embeddings_apart_are_divided_by_the_scale_of_their_norm():
     torch.testing.assert_close(found[2], model.ln_embed.bias.expand_as(token))
 
 
-def test_what_is_written_follows_the_gain_of_its_norm():
+def test_outputs_of_writers_depend_on_the_gain_of_their_norm():
     """The derivative by the gain of the norm equals a finite difference, so weights can be trained
     through a circuit.
     """
@@ -124,7 +124,7 @@ def test_the_mlp_of_a_parallel_block_does_not_read_its_heads():
     assert not {"a1.h5->m1", "a1.bias->m1", "m1->m1"} & edges
 
 
-def test_masks_replace_every_edge_but_those_of_the_circuit():
+def test_masks_replace_every_edge_outside_the_circuit():
     nodes = graph.Graph(made())
     kept = ["input->a0.h1<k>", "a0.h1->a2.h2<v>", "m2->logits"]
     mask = nodes.mask(kept)
@@ -161,7 +161,7 @@ def test_means_are_over_real_tokens():
             nodes.mean(HookedRunner(model).run_with_cache(tokens, attention_mask=wrong)[1])
 
 
-def test_what_has_no_graph_is_refused():
+def test_models_without_a_graph_are_errors():
     with pytest.raises(ValueError, match="post"):
         graph.Graph(made(norm_place="post"))
     with pytest.raises(TypeError, match="models.from_hf"):

@@ -21,7 +21,7 @@ def test_exact_patching_finds_exactly_the_edges(name):
 
 
 @CASES
-def test_gradients_find_them_where_nothing_is_saturated(name):
+def test_gradients_find_the_edges_without_saturation(name):
     model, pairs, graph, known = case(name, is_saturated=False)
     for method in ("eap", "eap_ig_inputs", "eap_ig_activations"):
         found = edge_attribution(model, pairs, method=method)
@@ -30,7 +30,7 @@ def test_gradients_find_them_where_nothing_is_saturated(name):
 
 
 @CASES
-def test_gradients_miss_edges_where_something_is_saturated(name):
+def test_gradients_miss_edges_with_saturation(name):
     model, pairs, graph, known = case(name, is_saturated=True)
     found = edge_attribution(model, pairs)
     assert circuit_auroc(found, known) < 0.9

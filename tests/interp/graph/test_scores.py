@@ -45,7 +45,7 @@ def test_readings_and_constants_are_the_queries_and_keys(form):
 
 
 @pytest.mark.parametrize("form", ["norm of each head", "norm of all heads"])
-def test_the_map_is_the_norm_with_its_scale_held_and_then_the_rotation(form):
+def test_the_map_is_the_norm_with_a_fixed_scale_and_the_rotation(form):
     """The map from a projection to a query multiplies by gain / scale, and then rotates.
 
     The reference is the rotation of the model, which is linear.
@@ -63,7 +63,7 @@ def test_the_map_is_the_norm_with_its_scale_held_and_then_the_rotation(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_moves_a_pattern_is_its_derivative(form):
+def test_changes_of_patterns_equal_derivatives(form):
     scores, attention, cache, _ = scores_of(model_of(form))
     torch.manual_seed(1)
     worth = torch.randn(3, *scores.pattern.shape).double()
@@ -94,7 +94,7 @@ def test_what_moves_a_pattern_is_its_derivative(form):
 @torch.no_grad()
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("kind", [*KINDS, *KNOWN])
-def test_of_attached_models_across_what_their_norms_divide_by(kind, monkeypatch):
+def test_maps_of_attached_models_with_constant_scales_of_norms(kind, monkeypatch):
     """A change of the projections that does not change the scale of the norm moves queries and keys
     by the map. The reference is a finite difference of the model's own code.
     """

@@ -195,7 +195,7 @@ def test_copies_count_once_in_the_intervals_of_pairs(model, table):
     assert len({*few.groups}) == 5
 
 
-def test_pairs_that_share_a_clean_text_are_copies_where_it_alone_is_read(model):
+def test_pairs_with_the_same_clean_text_are_copies_if_only_it_is_read(model):
     once, _, _ = repeated([1] * 5)
     clean = once.clean[[0, 1, 2, 0, 3, 4]]
     corrupted = once.corrupted[[0, 1, 2, 3, 4, 0]]

@@ -9,7 +9,7 @@ from interp.numbers.ranks import largest_rows
 @pytest.mark.parametrize("shape", [(7,), (7, 3), (11, 2, 5), (2, 3)])
 @pytest.mark.parametrize("k", [1, 2, 5, 13])
 @pytest.mark.parametrize("of", [2, 5, 1000])
-def test_the_largest_are_those_of_python_and_equal_ones_come_in_order(shape, k, of):
+def test_the_largest_match_python_and_equal_values_keep_their_order(shape, k, of):
     values = torch.randint(of, shape, generator=torch.Generator().manual_seed(k + of)).double()
     rows = largest_rows(values, k)
     columns, chosen = values.reshape(len(values), -1), rows.reshape(len(rows), -1)
@@ -19,6 +19,6 @@ def test_the_largest_are_those_of_python_and_equal_ones_come_in_order(shape, k, 
         assert chosen[:, column].tolist() == order[:k]
 
 
-def test_of_no_rows_there_are_none():
+def test_no_rows_have_no_largest_values():
     assert largest_rows(torch.zeros(0), 3).shape == (0,)
     assert largest_rows(torch.zeros(0, 2), 3).shape == (0, 2)

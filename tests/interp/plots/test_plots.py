@@ -302,7 +302,7 @@ def test_objects_show_themselves(bundled, cache, values):
     assert "a 0, b 0, c 0, d 0" in deep.view().html()
 
 
-def test_what_has_a_picture_saves_it(bundled, tmp_path):
+def test_objects_with_pictures_save_them(bundled, tmp_path):
     sae, texts = load_sae("pydoc-4l/resid_post"), ["def f(x):", "class A:"]
     pairs = Pairs(["part KV8", "part KW8"], ["part KZ8", "part KZ9"], [("V", "Z"), ("W", "Z")])
     exact, guess = (
@@ -442,7 +442,7 @@ def test_a_view_is_saved_and_refuses_a_figure_it_has_not(cache, bundled, tmp_pat
             call()
 
 
-def test_figures_say_what_they_need(values, monkeypatch):
+def test_the_error_of_a_figure_names_the_missing_library(values, monkeypatch):
     for name in [
         name
         for name in sys.modules
@@ -461,7 +461,7 @@ def test_plots_have_a_figure(values):
     assert plots.effects(Result(values, ("row", "column", "example"))).figure.axes
 
 
-def test_a_circuit_says_what_names_of_nodes_mean(bundled):
+def test_a_circuit_explains_the_names_of_nodes(bundled):
     edges = ["input->a1.h2<v>", "a1.h2->m3", "m3->logits"]
     view = plots.circuit(Circuit(Graph(bundled), edges))
     assert view.parts[0]["names"] == ["a1.h2: head 2 of layer 1", "m3: MLP of layer 3"]

@@ -132,7 +132,7 @@ def test_pairs_that_are_looked_at_in_blocks_are_the_same(monkeypatch):
     torch.testing.assert_close(blocks.values, whole.values, rtol=0, atol=0)
 
 
-def test_the_key_is_where_the_head_looks_most():
+def test_the_default_key_has_the_most_attention():
     model = model_of("plain")
     cache = cached(model)
     looked = cache["pattern", 1][:, 2, 3].argmax(-1).tolist()
@@ -224,7 +224,7 @@ def test_half_precision_is_within_its_rounding():
     assert (half.select(**named).values - whole.select(**named).values).abs().max() < 0.05 * size
 
 
-def test_what_cannot_be_explained_is_refused():
+def test_scores_that_cannot_be_explained_are_errors():
     model = model_of("plain")
     cache = cached(model)
     for head in ((2, 0), (-1, 0), (1, 6)):
@@ -259,7 +259,7 @@ def test_what_cannot_be_explained_is_refused():
 @pytest.mark.parametrize("form", ["grouped", "cap and window"])
 @pytest.mark.parametrize("where", ["one text", "no keys", "constant keys", "one key"])
 @pytest.mark.parametrize("against", ["mean", 1])
-def test_a_score_that_is_no_more_than_others_has_pairs_that_cancel(form, dtype, where, against):
+def test_pairs_of_equal_scores_cancel(form, dtype, where, against):
     """All keys are equal, so the difference of two scores is only rounding. The pairs cancel, and
     the analysis must not raise an error.
     """

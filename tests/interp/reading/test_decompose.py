@@ -104,7 +104,7 @@ def close(found, expected, config, size=None):
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", SUMS)
-def test_parts_are_those_of_numpy_and_add_up(name):
+def test_parts_match_numpy_and_add_up(name):
     model = variant(name)
     config, by_hand = model.config, Parts(model)
     logits, eager = run_with_cache(model, TOKENS)
@@ -312,7 +312,7 @@ def test_the_last_position_is_the_last_real_token(model, tokens):
 
 
 @pytest.mark.parametrize("name", ["pre", "rmsnorm", "sandwich", "parallel", "post", "no norm"])
-def test_normed_parts_are_what_the_run_read(name):
+def test_normalized_parts_add_up_to_the_value_that_was_read(name):
     model = variant(name)
     _, cache = run_with_cache(model, TOKENS, mode="full")
     layer, norm = 1, model.blocks[1]
@@ -458,7 +458,7 @@ def test_a_cache_of_another_run_is_refused(model, tokens, unchecked):
     assert post.config.vocab_size == VOCAB
 
 
-def test_what_people_from_transformer_lens_look_for(model, tokens):
+def test_values_that_users_of_transformer_lens_look_for(model, tokens):
     """Values that users of TransformerLens look for, compared with their definitions."""
     logits, cache = run_with_cache(model, tokens)
     right, wrong = tokens.roll(-1, 1), tokens.roll(-2, 1)

@@ -56,7 +56,7 @@ def test_experts_that_read_vectors_times_their_weights():
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", SUMS)
-def test_each_expert_adds_what_a_call_of_its_own_gives(kind):
+def test_each_expert_adds_the_output_of_its_own_call(kind):
     model = made(kind)
     twin = copy.deepcopy(model)
     (x, index, weights), _, logits = call_of(twin)
@@ -83,7 +83,7 @@ def test_each_expert_adds_what_a_call_of_its_own_gives(kind):
 
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("kind", KINDS)
-def test_patches_of_weights_are_those_of_raw_hooks(kind):
+def test_patches_of_weights_match_raw_hooks(kind):
     model = made(kind)
     twin = copy.deepcopy(model)
     (_, index, weights), *_ = call_of(twin)

@@ -302,7 +302,7 @@ def test_a_vocabulary_smaller_than_top_k_is_given_whole():
     assert (readout.tokens.sort(-1).values == torch.arange(vocab)).all()
 
 
-def test_what_is_not_a_number_ranks_last():
+def test_nan_ranks_last():
     model, tokens = small(), torch.tensor(TEXTS[:1])
     torch.nn.init.constant_(next(model.blocks[1].parameters()), torch.nan)
     _, cache = run_with_cache(model, tokens, mode="residual")

@@ -65,7 +65,7 @@ def test_of_equal_values_the_earlier_is_kept(model):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_has_no_place_is_refused(model):
+def test_places_that_do_not_exist_are_errors(model):
     for point, options, reason in (
         ("blocks.1.attn.z", {}, "got the axes batch pos head d_head"),
         ("blocks.1.attn.pattern", {"head": 1}, "got the axes batch query key"),

@@ -212,7 +212,7 @@ def test_shares_of_each_example(result):
     torch.testing.assert_close(twice.values, result.normalized().values)
 
 
-def test_nothing_is_divided_where_base_and_target_agree(result):
+def test_nothing_is_divided_if_base_and_target_are_equal(result):
     target = result.target.clone()
     target[2] = result.base[2] * (1 + 1e-7)
     close = replace(result, target=target)
@@ -285,7 +285,7 @@ def test_a_place_with_nan_has_no_mean(result):
     assert "layer 4, head 1  +nan" in repr(result.top())
 
 
-def test_a_result_prints_what_it_is(result):
+def test_a_result_prints_its_axes_and_largest_effects(result):
     lines = repr(result).splitlines()
     assert lines[0] == "Result [layer 3, head 2, example 13] in logits"
     assert "denoising" in lines[1]

@@ -81,7 +81,7 @@ def test_a_circuit_is_the_same_however_it_is_run(mode):
     torch.testing.assert_close(found, expected)
 
 
-def test_means_and_zeros_come_from_what_was_asked_for():
+def test_sources_may_be_means_and_zeros():
     model, mask = made(**FORMS["rms"]), drawn(25 - 3, 40)
     nodes = graph.Graph(model)
     many = torch.randint(23, (11, 7))
@@ -113,7 +113,7 @@ def test_the_metric_reads_the_last_real_position():
 
 
 @pytest.mark.parametrize("by_pos", [False, True])
-def test_gradients_of_a_mask_are_those_of_finite_differences(by_pos):
+def test_gradients_of_a_mask_match_finite_differences(by_pos):
     model = made(**FORMS["sandwich rms"]).requires_grad_(False)
     nodes, pairs = graph.Graph(model), Pairs(CLEAN, OTHER)
     mask = drawn(*nodes.allowed.shape, *([7] if by_pos else [])).requires_grad_()
@@ -137,7 +137,7 @@ def test_memory_stays_within_its_bound():
         assert memory.peak - 2 * logits.nbytes < bound
 
 
-def test_what_does_not_fit_is_refused(unchecked):
+def test_arguments_that_do_not_fit_are_errors(unchecked):
     model, pairs = made(), Pairs(CLEAN, OTHER, attention_mask=LEFT)
     nodes = graph.Graph(model)
     contributions = graph.writers(model, HookedRunner(model).run_with_cache(CLEAN)[1])

@@ -76,7 +76,7 @@ def test_runs_are_refused_without_their_texts():
         Runs(model, CLEAN)
 
 
-def test_effects_that_are_no_numbers_are_told():
+def test_effects_that_are_nan_give_a_warning():
     def broken():
         runs = itertools.count()
         # The metric is a number only in the first run, which is unedited.
@@ -139,7 +139,7 @@ def test_every_analysis_runs_a_model_without_a_cache(recurrent):
     assert (corrupted != clean[:1]).sum() == 1
 
 
-def test_what_the_user_says_of_the_cache_stays(recurrent):
+def test_the_users_choice_of_use_cache_stays(recurrent):
     def asked(use_cache):
         texts = {"input_ids": CLEAN + 3, "use_cache": use_cache}
         return activation_patching(recurrent.model, Pairs(texts, OTHER + 3, ANSWERS), "resid_post")

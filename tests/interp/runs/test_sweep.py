@@ -274,7 +274,7 @@ def test_labels_say_what_was_patched():
     assert "logit_diff" in found.about["metric"]
 
 
-def test_what_was_patched_in_several_layers_at_once_is_told():
+def test_labels_say_that_several_layers_were_patched_together():
     model, pairs = variant("pre"), draw_pairs()
     n_layers = len(model.blocks)
     for layers, together in ((None, f"all {n_layers} layers"), ([0, 1], "layers 0, 1")):
@@ -426,7 +426,7 @@ WIRINGS = {
 
 
 @pytest.mark.parametrize("wiring", WIRINGS)
-def test_any_wiring_gives_the_numbers_of_whole_runs(wiring):
+def test_blocks_in_any_order_give_the_numbers_of_whole_runs(wiring):
     model = wired(WIRINGS[wiring])
     names = [name for name in HookedRunner(model).points if name != "pos_embed"]
     places = [
@@ -454,7 +454,7 @@ def test_pairs_stand_in_place_of_tokens():
         sweep(model, pairs, HEADS_OFF, attention_mask=torch.ones(BATCH, POS))
 
 
-def test_an_effect_that_is_no_number_warns_and_says_where():
+def test_a_warning_names_the_edit_with_a_nan_effect():
     model, tokens = variant("pre"), some_tokens()
     entries = [{"blocks.0.attn_out": edits.zero()}, {"ln_final.scale": edits.zero()}]
     with pytest.warns(UserWarning, match="1 of 2 edits .* edit 1"):
@@ -549,7 +549,7 @@ class TimeMajor(nn.Module):
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 @pytest.mark.parametrize("kind", ["gru", "encoder", "declared"])
 @pytest.mark.parametrize(("size", "pos", "runs"), [(2, 10, 5), (5, 10, 2), (6, 6, 3)])
-def test_rows_are_told_from_times_of_their_number(kind, size, pos, runs):
+def test_the_batch_is_found_beside_an_axis_of_the_same_size(kind, size, pos, runs):
     """The sweep must find the axis of the batch, also if the number of runs times the number of
     texts equals the number of positions.
     """
@@ -648,7 +648,7 @@ def test_bad_input_is_refused(error, match, options):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_sweeps_refuse_what_gives_no_number():
+def test_sweeps_without_numbers_are_errors():
     model, tokens = variant("pre"), some_tokens()
     for wrong in (HEADS_OFF[0], [edits.zero()], [lambda value, point: value]):
         with pytest.raises(TypeError, match="edits"):

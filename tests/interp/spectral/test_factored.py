@@ -19,7 +19,7 @@ def factored(rows, inner, columns, batch=(2, 3), seed=0):
 
 
 @pytest.mark.parametrize("shape", [(11, 5, 7), (5, 11, 7), (11, 7, 5)])
-def test_norm_and_svd_are_those_of_the_formed_product(shape):
+def test_norm_and_svd_match_the_formed_product(shape):
     matrix, formed = factored(*shape)
     assert matrix.shape == formed.shape
     close(matrix.form(), formed)
@@ -33,7 +33,7 @@ def test_norm_and_svd_are_those_of_the_formed_product(shape):
 
 
 @pytest.mark.parametrize("inner", [5, 11])
-def test_eigenvalues_and_trace_are_those_of_the_formed_product(inner):
+def test_eigenvalues_and_trace_match_the_formed_product(inner):
     matrix, formed = factored(7, inner, 7)
     close(matrix.trace(), np.trace(formed, axis1=-2, axis2=-1))
     found = matrix.eigenvalues().numpy()
@@ -47,7 +47,7 @@ def test_eigenvalues_and_trace_are_those_of_the_formed_product(inner):
         close((found**k).sum(-1), np.trace(power, axis1=-2, axis2=-1))
 
 
-def test_short_names_are_those_of_the_formed_product():
+def test_short_names_match_the_formed_product():
     matrix, formed = factored(7, 5, 11)
     close(matrix.T.form(), formed.swapaxes(-1, -2))
     close(matrix.AB, formed)
@@ -98,7 +98,7 @@ def one(at):
         ((torch.tensor(1), 2, np.int64(3), torch.tensor(4)), (1, 2, one(3), one(4))),
     ],
 )
-def test_slices_are_those_of_the_formed_product(index, same):
+def test_slices_match_the_formed_product(index, same):
     """A slice of a factored matrix equals the slice of the product. A single row or column keeps
     its axis.
     """

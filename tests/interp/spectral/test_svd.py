@@ -111,7 +111,7 @@ def test_targets_are_the_documents(model, tokens, options):
 
 
 @pytest.mark.parametrize(("n_kv_heads", "out_bias"), [(6, True), (2, False), (1, True)])
-def test_heads_and_bias_add_up_to_what_attention_adds(tokens, n_kv_heads, out_bias):
+def test_heads_and_bias_add_up_to_the_output_of_attention(tokens, n_kv_heads, out_bias):
     model = small(n_kv_heads=n_kv_heads, out_bias=out_bias)
     _, cache = run_with_cache(model, tokens, mode="full")
     targets = svd_targets(model, cache)
@@ -252,7 +252,7 @@ def test_targets_are_decomposed_by_name(model, tokens):
         value[index] = 0
 
 
-def test_what_cannot_be_decomposed_or_measured(unchecked):
+def test_matrices_that_cannot_be_decomposed_or_measured(unchecked):
     matrices = randn(40, 37)
     assert svd(randn(0, 7, 5)).s.shape == (0, 5)
     for k in (0, -1, 38):
@@ -446,7 +446,7 @@ def test_a_zero_matrix_has_no_subspace():
     assert alignment(both, both, 3).isnan().tolist() == [[False, False, True], [True] * 3]
 
 
-def test_a_truncated_decomposition_knows_what_follows():
+def test_a_truncated_decomposition_knows_the_next_value():
     """The third singular value equals the fourth, which a decomposition of the top 3 leaves out. So
     the third vector is not defined.
     """
@@ -457,7 +457,7 @@ def test_a_truncated_decomposition_knows_what_follows():
     np.testing.assert_allclose(subspace_angles(top, svd(matrix), 2), [0, 0], atol=1e-7)
 
 
-def test_a_randomised_decomposition_finds_no_space_where_there_is_none():
+def test_a_randomised_decomposition_finds_no_space_if_none_is_defined():
     """If 30 singular values are equal, any 3 vectors are valid, and two random starts find
     different vectors.
     """

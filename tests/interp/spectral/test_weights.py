@@ -70,7 +70,7 @@ def scales(cache, name, like):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "changes"), FOLDED)
-def test_folded_circuits_are_what_a_run_computes(kind, changes):
+def test_folded_circuits_match_a_run(kind, changes):
     model = unbiased(kind, **changes)
     config, tokens = model.config, some_tokens()
     _, cache = run_with_cache(model, tokens)
@@ -166,7 +166,7 @@ def test_token_directions_give_the_logits(kind):
         token_directions(model, -tokens)
 
 
-def test_open_hooks_do_not_change_what_is_read():
+def test_open_hooks_do_not_change_readings_of_weights():
     model = variant("like olmo 2")
     wanted = qk_circuit(model, distance=3).form(), ov_circuit(model).form()
     with HookedRunner(model).hooks(
@@ -192,7 +192,7 @@ class SimpleModel(nn.Module):
     blocks = nn.ModuleList()
 
 
-def test_what_cannot_be_folded_is_refused():
+def test_norms_that_cannot_be_folded_are_errors():
     model = variant("post")
     for ask in (ov_circuit, qk_circuit, copying_scores):
         with pytest.raises(ValueError, match="fold=False"):
@@ -256,7 +256,7 @@ def planted():
 
 
 @torch.no_grad()
-def test_a_head_that_reads_what_another_writes_composes_with_it():
+def test_a_head_that_reads_the_output_of_another_head_composes_with_it():
     model, eye = planted(), torch.eye(20).double()
     first, later = model.blocks[0].attn, model.blocks[1].attn
     first.W_V[1], first.W_O[1] = eye[:, :7], eye[7:14]
@@ -270,7 +270,7 @@ def test_a_head_that_reads_what_another_writes_composes_with_it():
     )  # the weights of this head are 0
 
 
-def test_what_is_not_a_kind_is_refused(model, unchecked):
+def test_an_unknown_kind_is_an_error(model, unchecked):
     with pytest.raises(ValueError, match="kind"):
         composition_scores(model, "q")
     with pytest.raises(ValueError, match="draws"):
@@ -412,7 +412,7 @@ def test_singular_directions_of_an_mlp_are_tokens_and_neurons(weights, kind):
             close(scores, products[entries.numpy()])
 
 
-def test_what_singular_tokens_cannot_read_is_refused():
+def test_wrong_arguments_of_singular_tokens_are_errors():
     model = variant("pre")
     for options in ({}, {"head": 1, "circuit": "W_in"}, {"circuit": "qk"}):
         with pytest.raises(ValueError, match="head must be"):

@@ -35,7 +35,7 @@ def test_a_data_set_of_saelens_is_read(tmp_path):
         store.require_weights_of(variant("pre"))  # the store does not name its model
 
 
-def test_what_is_written_is_what_saelens_reads(tmp_path):
+def test_saelens_reads_the_files(tmp_path):
     """The files are read with the library `datasets`, like SAELens' ActivationsStore reads them.
 
     The columns have the names of points, and values of the shape [context, d_in].
@@ -80,7 +80,7 @@ def test_half_precision_is_written_as_float32(tmp_path):
     assert torch.equal(written[1], store.rows(1)[POINT].float())
 
 
-def test_what_does_not_fit_is_refused(tmp_path):
+def test_arguments_that_do_not_fit_are_errors(tmp_path):
     model = variant("pre", n_layers=2)
     for wrong in ({"pos": -1}, {"without": [3]}, {"pool": "max"}):
         store = harvest(model, [[1, 2]], POINT, tmp_path / str(wrong), **wrong)

@@ -88,7 +88,7 @@ def test_columns_are_chosen_by_name():
         [*each([{"content": "a"}])]
 
 
-def test_what_is_no_corpus_is_refused(tmp_path):
+def test_objects_that_are_not_a_corpus_are_errors(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
     with pytest.raises(ValueError, match=r"line 2 of .*bad.jsonl must be JSON"):
         [*each(tmp_path / "bad.jsonl")]

@@ -47,7 +47,7 @@ def kill_one(out, killed):
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("default")  # Ray gives warnings
-def test_a_cluster_writes_what_one_process_writes(tmp_path, monkeypatch):
+def test_a_cluster_writes_the_files_of_one_process(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     ray = pytest.importorskip("ray", reason="needs the extra ray")
     corpus, out, killed = tmp_path / "texts.txt", tmp_path / "ray", []
@@ -76,7 +76,7 @@ def test_a_cluster_writes_what_one_process_writes(tmp_path, monkeypatch):
         ray.shutdown()
 
 
-def test_what_ray_cannot_do_is_refused(tmp_path, monkeypatch):
+def test_options_that_ray_does_not_support_are_errors(tmp_path, monkeypatch):
     model = torch.nn.Linear(2, 3)
     for wrong, error, message in (
         ({"engine": Ray(workers=0)}, ValueError, "workers.* 0"),

@@ -29,7 +29,7 @@ def rows_of(model, texts, name=NAME):
     return np.concatenate([cache[name][0].numpy() for cache in caches]), np.array(places)
 
 
-def test_they_are_those_of_numpy(tmp_path):
+def test_statistics_match_numpy(tmp_path):
     model, texts = model_and_texts()
     rows, places = rows_of(model, texts)
     store = harvest(model, texts, ["*.mlp.post", "*.attn.z"], tmp_path, per_file=4)
@@ -100,7 +100,7 @@ def test_the_sample_is_uniform():
     assert 0.8 < np.std(medians) / one.rank_error < 1.2
 
 
-def test_what_does_not_fit_is_refused(tmp_path):
+def test_arguments_that_do_not_fit_are_errors(tmp_path):
     model, texts = model_and_texts(5)
     found = statistics(model, texts, NAME)
     with pytest.raises(ValueError, match="same columns and options"):
@@ -150,7 +150,7 @@ def test_scores_of_heads_over_a_corpus():
 
 
 @pytest.mark.parametrize("name", ["blocks.1.mlp_out", "blocks.0.attn.z"])
-def test_mean_ablation_takes_them(name):
+def test_mean_ablation_accepts_statistics(name):
     model, texts = model_and_texts()
     mean = torch.from_numpy(rows_of(model, texts, name)[0].mean(0))
     found, tokens = statistics(model, texts, name), torch.tensor([[3, 1, 4], [1, 5, 9]])
@@ -175,7 +175,7 @@ def test_mean_ablation_takes_them(name):
         torch.testing.assert_close(changed, runner.run_with_hooks(tokens, hooks={name: one_head}))
 
 
-def test_the_largest_are_those_of_max_activating(tmp_path):
+def test_the_largest_values_match_max_activating(tmp_path):
     model, texts = model_and_texts()
     store = harvest(model, texts, NAME, tmp_path, per_file=7)
     found = store.statistics(top=4)

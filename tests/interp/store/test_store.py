@@ -54,7 +54,7 @@ def contents(folder):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_values_are_those_of_each_text_alone(causal, tmp_path):
+def test_values_match_each_text_alone(causal, tmp_path):
     _, texts = model_and_texts()
     model = variant("pre", n_layers=2, n_heads=3, causal=causal).double()
     store = made(model, iter(texts), tmp_path)
@@ -84,7 +84,7 @@ def test_values_are_those_of_each_text_alone(causal, tmp_path):
     assert described["text"] == ["int32"]
 
 
-def test_jobs_write_what_one_writes(tmp_path):
+def test_several_jobs_write_the_files_of_one_job(tmp_path):
     model, texts = model_and_texts()
     made(model, texts, tmp_path / "one")
     for job in (2, 0):
@@ -102,7 +102,7 @@ def test_jobs_write_what_one_writes(tmp_path):
     assert len(Activations(tmp_path / "three")) == sum(map(len, texts))
 
 
-def test_what_is_missing_or_damaged_is_made_again_and_nothing_else(tmp_path):
+def test_only_missing_or_damaged_files_are_written_again(tmp_path):
     model, texts = model_and_texts()
     made(model, texts, tmp_path)
     before = contents(tmp_path)
@@ -262,7 +262,7 @@ def test_plain_libraries_read_it(tmp_path):
     assert done.stdout.split() == [str(len(store)), str(first)], done.stderr
 
 
-def test_no_store_is_told(tmp_path):
+def test_a_folder_without_a_store_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no store at .*: it has no manifest.json"):
         Activations(tmp_path / "none")
 
@@ -289,7 +289,7 @@ def test_epochs_differ_and_need_not_end(tmp_path):
         next(store.batches(7, epochs=None, part=(7, 9)))
 
 
-def test_the_shuffle_is_as_good_as_it_says(tmp_path):
+def test_the_shuffle_is_as_good_as_documented(tmp_path):
     """Count the pairs of rows in a batch that come from the same file. A full shuffle has a certain
     number of them. The local shuffle has at most this number times files / window.
     """
@@ -307,7 +307,7 @@ def test_the_shuffle_is_as_good_as_it_says(tmp_path):
         assert window == 40 or np.mean(shares) / by_chance > 0.8 * 40 / window
 
 
-def test_jobs_of_other_texts_are_told(tmp_path):
+def test_jobs_with_other_texts_are_errors(tmp_path):
     model, texts = model_and_texts()
     made(model, texts[:10], tmp_path, shard=(0, 2))
     with pytest.raises(ValueError, match="same texts; other jobs had 10, got 23"):
@@ -374,7 +374,7 @@ def test_ranks_share_the_rows(tmp_path, monkeypatch):
     assert sorted(seen) == sorted(n for n, text in enumerate(texts) for _ in text)
 
 
-def test_moments_are_those_of_numpy(tmp_path):
+def test_moments_match_numpy(tmp_path):
     model, texts = model_and_texts()
     store = made(model, texts, tmp_path)
     for name in NAMES[1:]:
@@ -385,7 +385,7 @@ def test_moments_are_those_of_numpy(tmp_path):
         np.testing.assert_allclose(moments.covariance, np.cov(values.T, bias=True), atol=1e-12)
 
 
-def test_a_full_disk_is_told_and_leaves_nothing_half(tmp_path, monkeypatch):
+def test_a_full_disk_is_an_error_and_leaves_no_partial_file(tmp_path, monkeypatch):
     model, texts = model_and_texts()
     usage = shutil.disk_usage(tmp_path)
     room = iter([10**9, 10**9, 5])
@@ -587,7 +587,7 @@ def test_a_file_that_came_in_between_is_not_replaced(place, tmp_path, monkeypatc
     assert store.damaged() == []
 
 
-def test_what_two_file_systems_lack(tmp_path, monkeypatch):
+def test_file_systems_without_links_or_with_their_own_errors(tmp_path, monkeypatch):
     """Some file systems have no hard links, and some have their own error for existing files."""
     model, texts = model_and_texts(7)
 
@@ -756,7 +756,7 @@ def test_the_end_of_a_job_never_shrinks(tmp_path):
     assert len(made(model, texts, tmp_path, shard=(1, 2))) == sum(map(len, texts))
 
 
-def test_what_fails_before_its_first_value_leaves_nothing(tmp_path, monkeypatch):
+def test_a_harvest_that_fails_before_its_first_value_leaves_nothing(tmp_path, monkeypatch):
     model, texts = model_and_texts(7)
     with pytest.raises(ValueError, match="at least one text"):
         made(model, [], tmp_path / "new")

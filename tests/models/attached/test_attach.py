@@ -213,7 +213,7 @@ def test_a_part_or_a_model_around_is_refused():
     attach(model).remove()
 
 
-def test_what_is_refused(monkeypatch):
+def test_wrong_calls_are_errors(monkeypatch):
     model = made("gpt2")
     with pytest.raises(ValueError, match=r"example=.* Linear without an nn\.Embedding"):
         attach(nn.Linear(2, 3))
@@ -276,7 +276,7 @@ def test_an_edit_of_the_stream_between_reaches_both_ways():
 
 @torch.no_grad()
 @pytest.mark.parametrize("part", ["self_attn", "mlp"])
-def test_what_is_added_is_told_in_half_precision(part):
+def test_points_of_outputs_are_right_in_half_precision(part):
     """The points of attention and MLP are right, although the stream is so large that most of each
     added vector is lost in rounding.
     """
@@ -294,7 +294,7 @@ def test_what_is_added_is_told_in_half_precision(part):
 
 
 @torch.no_grad()
-def test_what_is_added_times_a_number():
+def test_outputs_that_are_scaled_before_they_are_added():
     config = transformers.GraniteConfig(**SIZES, residual_multiplier=0.7, logits_scaling=3.0)
     model = transformers.GraniteForCausalLM(config).eval()
     attach(model)
@@ -314,7 +314,7 @@ POINTS = ["resid_pre", "resid_mid", "attn.k", "attn.v", "attn.z", "mlp.post"]
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma3"])
-def test_edits_during_generation_are_those_of_the_whole_text(kind):
+def test_edits_during_generation_match_the_whole_text(kind):
     model = made(kind)
     attach(model)
     hooks = {f"blocks.1.{point}": edits.scale(-2.5, pos=[2, 6]) for point in POINTS}
@@ -486,7 +486,7 @@ def test_positions_of_a_step_whose_mask_comes_first():
 
 
 @torch.no_grad()
-def test_attention_that_adds_nothing_gets_no_others_value():
+def test_attention_that_adds_nothing_does_not_get_another_value():
     """In some new models, the output maps of attention are zero. Then `resid_mid` equals
     `resid_pre`, and `attach` must not take another value for the output of attention.
     """

@@ -109,7 +109,7 @@ def listening(module, hook, before=False):
 
 @pytest.mark.parametrize("kind", NAMES)
 @torch.no_grad()
-def test_an_edge_is_what_raw_hooks_make_of_it(kind):
+def test_an_edge_matches_raw_hooks(kind):
     model, (blocks, value, output, norm, final) = made(kind), NAMES[kind]
     blocks, final = model.get_submodule(blocks), model.get_submodule(final)
     factor = getattr(model.config, "residual_multiplier", 1.0)
@@ -183,11 +183,11 @@ def test_components_add_up_to_the_stream():
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_missing_is_named(kind):
+def test_missing_parts_are_named(kind):
     model = made(kind)
     with attach(model), pytest.raises((ValueError, TypeError), match=REFUSED[kind]):
         graph.Graph(model)
 
 
-def test_families_of_the_table_are_not_those_of_from_hf():
+def test_families_of_the_table_are_not_in_from_hf():
     assert not {*KINDS} & {*FAMILIES}

@@ -55,7 +55,7 @@ def test_left_padding_changes_no_number_of_any_architecture(name):
 
 @pytest.mark.parametrize("name", ["gpt2", "stablelm", "roberta"])
 @torch.no_grad()
-def test_positions_beside_padding_by_the_callers_way(name):
+def test_positions_with_padding_for_all_kinds_of_calls(name):
     model = made(name)
     tokens, mask = padded(ROWS, 6)
     counted = (mask.cumsum(1) - 1).clamp(min=0) + (name == "roberta")
@@ -140,7 +140,7 @@ def test_edits_of_generation_without_a_cache_act_as_with_one(name, pos):
 
 @pytest.mark.filterwarnings("ignore")
 @torch.no_grad()
-def test_states_of_several_texts_are_told_apart():
+def test_states_of_several_texts_are_separate():
     attachable_sizes = attachable.SIZES | STATES["mamba"]
     torch.manual_seed(0)
     model = transformers.MambaForCausalLM(transformers.MambaConfig(**attachable_sizes)).eval()
@@ -275,7 +275,7 @@ def test_mixers_of_positions_other_than_attention_have_a_name(name, monkeypatch)
 
 
 @torch.no_grad()
-def test_an_mlp_in_a_block_of_its_own_is_no_mixer(monkeypatch):
+def test_an_mlp_in_its_own_block_is_not_a_mixer(monkeypatch):
     monkeypatch.setitem(attachable.MODELS, "nemotron_h", {})
     model = made("nemotron_h")
     with attach(model):

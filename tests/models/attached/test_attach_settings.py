@@ -329,7 +329,7 @@ def test_padding_on_the_left_of_a_model_that_maps_its_embeddings(dtype):
 @torch.no_grad()
 @pytest.mark.parametrize("size", [0.01, 11.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_cap_of_logits_is_kept_where_rounding_hides_it(dtype, size):
+def test_a_cap_of_logits_that_rounding_hides_is_kept(dtype, size):
     model = attachable.made("gemma2")
     cap = model.config.final_logit_softcapping
     assert cap == 30
@@ -351,7 +351,7 @@ def test_a_cap_of_logits_is_kept_where_rounding_hides_it(dtype, size):
 
 
 @torch.no_grad()
-def test_a_norm_of_what_was_normed_is_a_norm_and_dropout_is_none():
+def test_a_norm_that_returns_its_input_is_a_norm_and_dropout_is_not():
     """A norm of numbers that are 1 or -1 returns its input, like dropout and the identity.
 
     So `attach` cannot tell a norm from them by rounding.
@@ -463,7 +463,7 @@ def test_an_adapter_after_attach_renews_the_points():
     assert not hasattr(model, "blocks")
 
 
-def test_a_model_of_another_size_is_attached_anew():
+def test_a_model_whose_size_changed_is_attached_again():
     model = made("llama")
     assert attach(model).config.vocab_size == 23
     model.resize_token_embeddings(29)
@@ -514,7 +514,7 @@ UNUSUAL = {
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("name", UNUSUAL)
-def test_patches_of_unusual_architectures_are_those_of_hooks(name, rows):
+def test_patches_of_unusual_architectures_match_hooks(name, rows):
     maker = getattr(transformers, name)
     torch.manual_seed(0)
     model, metric = maker(maker.config_class(**UNUSUAL[name])).eval(), log_prob(3)
@@ -604,7 +604,7 @@ def test_a_model_without_a_head_has_no_logits():
             logit_lens(model, cache)
 
 
-def test_positions_where_the_first_layer_keeps_no_keys():
+def test_positions_if_the_first_layer_has_no_keys():
     config = transformers.MiniMaxConfig(
         **SIZES | dict(num_hidden_layers=2, intermediate_size=20),
         layer_types=["linear_attention", "full_attention"],
@@ -700,7 +700,7 @@ def test_a_list_of_heads_longer_than_the_blocks():
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_a_list_that_is_no_blocks_is_not_taken_for_them(n):
+def test_a_list_of_other_modules_is_not_taken_for_blocks(n):
     """Gemma 3n has n residual streams, and a list of n - 1 maps that project them.
 
     `attach` must not take this list for the blocks.
@@ -715,7 +715,7 @@ def test_a_list_that_is_no_blocks_is_not_taken_for_them(n):
     assert not any(isinstance(part, HookPoint) for part in model.modules())
 
 
-def test_a_copy_is_refused_where_it_would_compute_something_else():
+def test_a_copy_that_would_compute_something_else_is_an_error():
     class Doubled(transformers.LlamaForCausalLM):
         def forward(self, *args, **kwargs):
             output = super().forward(*args, **kwargs)
@@ -951,7 +951,7 @@ REFUSED = {
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # the compiler imports it
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_attached_is_named(what):
+def test_parts_that_cannot_be_attached_are_named(what):
     make, message = REFUSED[what]
     with pytest.raises((TypeError, ValueError), match=message):
         attach(make())

@@ -213,7 +213,7 @@ def test_one_score(kind, monkeypatch):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_values_are_those_of_the_model(kind):
+def test_values_match_the_model(kind):
     """The point `v` equals the output of its map. Scores and patterns are computed from `q` and `k`
     by hand.
     """
@@ -475,7 +475,7 @@ def capped(query, key, value, mask):
 
 @pytest.mark.parametrize("attend", [reversed_product, capped])
 @torch.no_grad()
-def test_scores_that_are_not_what_the_softmax_reads_are_left_out(attend):
+def test_scores_that_differ_from_the_input_of_the_softmax_are_left_out(attend):
     model = model_of("gpt_neo")
     model.transformer.h[1].attn.attention._attn = attend
     plain = logits(model)

@@ -39,7 +39,7 @@ SHARED = """afmoe aria_text axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 dots1
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("kind", KINDS)
-def test_points_have_what_raw_hooks_see(kind):
+def test_points_match_raw_hooks(kind):
     model = made(kind)
     twin = copy.deepcopy(model)
     (x, index, weights), output, expected = call_of(twin)
@@ -71,7 +71,7 @@ def test_points_have_what_raw_hooks_see(kind):
 
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("kind", KINDS)
-def test_edits_are_those_of_raw_hooks(kind):
+def test_edits_match_raw_hooks(kind):
     model = made(kind)
     twin = copy.deepcopy(model)
     (_, index, _), _, plain = call_of(twin)
@@ -250,7 +250,7 @@ def test_a_loss_of_the_router_does_not_stand_for_logits():
         agree(of(model, "unembed").unembed(last), expected)
 
 
-def test_left_out_says_why():
+def test_left_out_gives_reasons():
     with attach(made("jetmoe")) as attached:
         assert "indices" in attached.left_out["mlp.routing"]
         assert "attn.router" in attached.left_out
@@ -371,7 +371,7 @@ def test_names_do_not_depend_on_the_weights(monkeypatch):
 
 @pytest.mark.parametrize("name", HYBRIDS)
 @torch.no_grad()
-def test_what_a_mixture_adds_is_the_sum_of_its_points(name, monkeypatch):
+def test_the_output_of_a_mixture_is_the_sum_of_its_points(name, monkeypatch):
     model = hybrid(name, monkeypatch)
     twin, given = copy.deepcopy(model), {}
     mixture = [m for m in twin.modules() if hasattr(m, "experts") and hasattr(m, "forward")][-1]
@@ -419,7 +419,7 @@ def test_what_a_mixture_adds_is_the_sum_of_its_points(name, monkeypatch):
         agree(doubled, logits(twin))
 
 
-def test_a_router_whose_logits_are_all_alike_has_a_point(monkeypatch):
+def test_a_router_whose_logits_are_all_equal_has_a_point(monkeypatch):
     """Before training, all logits of a router may be equal. The order of experts is then arbitrary."""
     model = made("mixtral")
     with torch.no_grad():
@@ -479,7 +479,7 @@ class OneMixerEach(torch.nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("share", [1.0, 0.003])
-def test_mixers_are_told_from_mlps_in_any_precision(share, dtype):
+def test_mixers_are_distinguished_from_mlps_in_any_precision(share, dtype):
     """A mixer may change other positions by less than the rounding of half precision."""
     torch.manual_seed(0)
     kinds = ["mlp", "mean", "mlp", "mean"]

@@ -58,7 +58,7 @@ def page():
 
 
 @pytest.mark.full
-def test_the_table_is_that_of_the_guide():
+def test_the_table_matches_the_guide():
     if not transformers.__version__.startswith("5.24."):
         pytest.skip("the table is that of transformers 5.24")
     assert page() == PAGE.read_text(encoding="utf-8")

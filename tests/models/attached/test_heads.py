@@ -79,7 +79,7 @@ POOLED = ("BertForSequenceClassification", "RobertaForSequenceClassification")
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", HEADS)
 @torch.no_grad()
-def test_each_row_gets_what_it_gets_alone(name, side):
+def test_each_row_equals_the_text_alone(name, side):
     model = made(name, **HEADS[name])
     alone = [first_logits(model(torch.tensor([tokenizer().encode(text)]))) for text in TEXTS]
     attached = attach(model, tokenizer=tokenizer())
@@ -102,7 +102,7 @@ def good_over_bad(logits):
     return logits[:, -1, 2] - logits[:, -1, 0]
 
 
-def test_effects_on_a_classifier_are_those_of_each_text():
+def test_effects_on_a_classifier_match_each_text():
     model = made("LlamaForSequenceClassification", num_labels=3)
     attach(model, tokenizer=tokenizer())
 
@@ -133,7 +133,7 @@ def test_texts_that_stream_are_padded_with_the_token_of_the_model():
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_model_that_mixes_padding_in_says_so(side):
+def test_padding_is_an_error_for_a_model_that_reads_it(side):
     # FNet computes a Fourier transform along the positions, with padding.
     model = made("FNetForTokenClassification")
     attached = attach(model)
@@ -142,7 +142,7 @@ def test_a_model_that_mixes_padding_in_says_so(side):
         model(batch.tokens, attention_mask=batch.attention_mask)
 
 
-def test_a_model_that_convolves_over_the_end_of_a_text_says_so():
+def test_padding_is_an_error_for_a_convolution_over_the_end_of_a_text():
     sizes = dict(embedding_size=12, conv_kernel_size=3, head_ratio=1, num_groups=1)
     model = made("ConvBertForSequenceClassification", **sizes)
     attached = attach(model)

@@ -319,7 +319,7 @@ def is_missing(name):
 
 
 @pytest.mark.full
-def test_the_table_is_that_of_the_guide():
+def test_the_table_matches_the_guide():
     if not transformers.__version__.startswith("5.24."):
         pytest.skip("the table is that of transformers 5.24")
     if missing := [name for name in NEEDED if is_missing(name)]:
@@ -329,7 +329,7 @@ def test_the_table_is_that_of_the_guide():
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_row_is_that_of_the_guide(name):
+def test_a_row_matches_the_guide(name):
     """The table is checked for settings whose libraries are installed."""
     if not transformers.__version__.startswith("5.24."):
         pytest.skip("the table is that of transformers 5.24")

@@ -92,7 +92,7 @@ def test_the_reason_is_the_model_s_own_and_no_adapter(kind):
 
 @pytest.mark.filterwarnings("ignore")  # peft gives warnings
 @pytest.mark.parametrize("kind", ["llama", "longformer"])
-def test_an_adapter_is_the_reason_only_where_the_base_model_has_none(kind):
+def test_an_adapter_is_the_reason_only_if_the_base_model_is_supported(kind):
     peft = pytest.importorskip("peft", reason="needs peft")
     if kind == "longformer":
         model = made(*MADE[kind][:2])

@@ -127,7 +127,7 @@ def raw_values(twin, given, modules):
 @torch.no_grad()
 @pytest.mark.sampled(8)
 @every_model
-def test_streams_are_what_blocks_read_and_give(name):
+def test_streams_are_the_inputs_and_outputs_of_blocks(name):
     model, twin, _, given = attached_pair(name)
     # Cache no patterns, so that the model and its copy run the same kernels.
     _, cache = HookedRunner(model).run_with_cache(**given, names=["*resid_pre", "*resid_post"])
@@ -149,7 +149,7 @@ def test_streams_are_what_blocks_read_and_give(name):
 @torch.no_grad()
 @pytest.mark.sampled(8)
 @every_model
-def test_points_hold_what_their_names_say(name):
+def test_points_have_the_values_of_their_names(name):
     model, _, _, given = attached_pair(name)
     runner = HookedRunner(model)
     output, cache = runner.run_with_cache(**given)
@@ -188,7 +188,7 @@ def test_points_hold_what_their_names_say(name):
 @torch.no_grad()
 @pytest.mark.sampled(8)
 @every_model
-def test_edits_are_those_of_raw_hooks(name):
+def test_edits_match_raw_hooks(name):
     model, twin, _, given = attached_pair(name)
     runner = HookedRunner(model)
     _, cache = runner.run_with_cache(**given, names=["*.z", "*.resid_post"])
@@ -388,7 +388,7 @@ def test_copies_have_points_of_their_own(name, form):
 
 
 @torch.no_grad()
-def test_padding_of_an_encoder_and_its_decoder_is_told_apart(tmp_path):
+def test_padding_of_an_encoder_and_its_decoder_is_separate(tmp_path):
     model, _, given = made(seeing.t5)
     attach(model)
     runner = HookedRunner(model)
@@ -415,7 +415,7 @@ def test_padding_of_an_encoder_and_its_decoder_is_told_apart(tmp_path):
     assert torch.equal(edited, runner.run_with_hooks(**given, **masks, hooks=by_hand).logits)
 
 
-def test_what_is_missing_is_said():
+def test_missing_points_have_reasons():
     model, example, given = made(seeing.qwen3_vl, rows=2)
     with attach(model, example=example) as attached:
         assert "one image" in attached.left_out["vision.attn"]

@@ -155,7 +155,7 @@ def test_any_error_while_a_model_is_read_names_the_module(step, named, error, mo
 @pytest.mark.parametrize(
     "error", [MemoryError("1 TB"), KeyboardInterrupt(), FutureWarning("later")]
 )
-def test_errors_that_say_nothing_of_the_model_stay(error, monkeypatch):
+def test_errors_without_a_relation_to_the_model_stay(error, monkeypatch):
     def fails(*args, **kwargs):
         raise error
 
@@ -192,7 +192,7 @@ class Picture(nn.Module):
         (lambda: nn.Linear(4, 4), (3, 5, 6, 4), "rows and columns"),
     ],
 )
-def test_values_with_four_axes_are_called_what_they_are(inside, shape, said):
+def test_the_error_names_values_with_four_axes(inside, shape, said):
     model = Picture([Stage(inside()) for _ in range(2)]).eval()
     with pytest.raises(
         AttachError, match=rf"'layers' that return \[{', '.join(map(str, shape))}\] .*{said}"

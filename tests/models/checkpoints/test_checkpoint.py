@@ -37,7 +37,7 @@ def saved(model, tmp_path):
     return tmp_path / "m"
 
 
-def test_what_is_saved_is_loaded(model, saved, tokens):
+def test_a_saved_model_is_loaded(model, saved, tokens):
     loaded = load(saved)
     assert loaded.config == model.config
     assert not loaded.training
@@ -127,7 +127,7 @@ def test_the_type_of_the_weights(model, saved, tokens):
             assert torch.equal(loaded.get_parameter(key), value.to(expected))
 
 
-def test_an_unknown_model_lists_what_is_there(monkeypatch, tmp_path):
+def test_the_error_for_an_unknown_model_lists_the_models(monkeypatch, tmp_path):
     offline(monkeypatch)
     with pytest.raises(FileNotFoundError, match=r"'pydoc-5l'.*mean 'pydoc-4l'"):
         load("pydoc-5l")

@@ -107,7 +107,7 @@ SIZES_STATED = {"model_type", "vocab_size", "max_position_embeddings", "num_hidd
 SIZES_STATED |= {"num_attention_heads", "hidden_size", "intermediate_size"}
 
 
-def test_what_a_file_leaves_out_is_as_in_transformers():
+def test_missing_fields_have_the_defaults_of_transformers():
     transformers = pytest.importorskip("transformers")
     for family in FAMILIES:
         stated = transformers.AutoConfig.for_model(family).to_dict()
@@ -245,7 +245,7 @@ REFUSED = [
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("described", "changes", "message"), REFUSED)
-def test_what_cannot_be_expressed_is_named(described, changes, message):
+def test_fields_that_cannot_be_expressed_are_named(described, changes, message):
     with pytest.raises(ValueError, match=message) as caught:
         translated(described | changes, "here/config.json")
     assert str(caught.value).startswith("here/config.json: ")
@@ -465,7 +465,7 @@ def test_models_without_values(made):
     assert copied.unembedding.weight is copied.token_embedding.weight
 
 
-def test_the_number_of_layers_is_that_of_the_weights(made):
+def test_the_number_of_layers_must_match_the_weights(made):
     directory, _ = made("llama")
     path = directory / "config.json"
     described = json.loads(path.read_text())
@@ -477,7 +477,7 @@ def test_the_number_of_layers_is_that_of_the_weights(made):
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-def test_an_index_may_err_about_what_is_ignored(made, suffix):
+def test_an_index_may_be_wrong_about_ignored_tensors(made, suffix):
     directory, _ = made("llama")
     expected, state = load(directory), load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()

@@ -40,7 +40,7 @@ def close(found, expected, tolerance=1e-11):
 @pytest.mark.sampled(2)
 @pytest.mark.filterwarnings(CENTRED)
 @pytest.mark.parametrize("name", [name for name in names() if name not in REFUSED])
-def test_logits_are_those_of_transformer_lens(name):
+def test_logits_match_transformer_lens(name):
     theirs, model = converted(name)
     tolerance = ROTARY if model.config.positions == "rotary" else 1e-11
     close(model(theirs.tokens), theirs.logits, tolerance)
@@ -48,7 +48,7 @@ def test_logits_are_those_of_transformer_lens(name):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_expressed_is_refused_by_name(name):
+def test_options_that_cannot_be_expressed_are_errors_that_name_them(name):
     with pytest.raises(ValueError, match=REFUSED[name]):
         converted(name)
 
@@ -69,7 +69,7 @@ def test_a_model_brings_its_config_and_its_tokenizer():
 
 
 @pytest.mark.parametrize("name", ["ln", "solu_ln", "rms", "local"])
-def test_without_a_config_what_is_assumed_is_said(name):
+def test_without_a_config_a_warning_names_the_assumptions(name):
     theirs = read(name)
     with pytest.warns(UserWarning, match=r"attention_dir='causal', eps=1e-05"):
         model = from_transformer_lens({k: v for k, v in theirs.state.items() if "mask" not in k})
@@ -140,7 +140,7 @@ def test_damaged_and_foreign_state_dicts_are_refused():
         from_transformer_lens({"transformer.wte": torch.ones(2)})
 
 
-def test_centred_weights_are_told():
+def test_centred_weights_give_a_warning():
     with pytest.warns(UserWarning, match="centred these weights"):
         converted("processed")
     with warnings.catch_warnings():
@@ -179,7 +179,7 @@ def test_files_are_loaded(form, tmp_path):
 # --- operations that some forms do not support
 
 
-def test_what_needs_the_order_of_a_text_is_refused_for_attention_both_ways():
+def test_functions_that_need_causal_attention_are_errors_without_it():
     theirs, model = converted("bidirectional")
     with pytest.raises(ValueError, match="causal must be True to write texts"):
         generate(model, [1, 2], max_new_tokens=1)
@@ -189,7 +189,7 @@ def test_what_needs_the_order_of_a_text_is_refused_for_attention_both_ways():
     assert not torch.equal(earlier, model(theirs.tokens.flip(1)[:, [4, 1, 2, 3, 0]])[0, 0])
 
 
-def test_another_output_vocabulary_is_refused_where_texts_are_written():
+def test_another_output_vocabulary_is_an_error_in_generation():
     _, model = converted("out_vocab")
     assert model.W_U.shape == (5, 3)
     with pytest.raises(ValueError, match=r"vocab_size_out must be vocab_size \(13\)"):

@@ -208,7 +208,7 @@ def path(tmp_path):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_the_model_that_was_converted(path, name):
+def test_logits_match_the_model_that_was_converted(path, name):
     reference = MODELS[name]()
     model = load(written(path, reference))
     assert_same(model, reference)
@@ -293,7 +293,7 @@ def test_an_embedding_that_is_stored_twice_is_tied(path, name):
     assert not torch.equal(apart.unembedding.weight, apart.token_embedding.weight)
 
 
-def test_llamas_two_matrices_stay_apart(path):
+def test_llamas_two_matrices_stay_separate(path):
     model = llama(tie_word_embeddings=True)
     tensors = {"output.weight": tensors_of(model)["token_embd.weight"]}
     ours = load(written(path, model, tensors=tensors))
@@ -339,7 +339,7 @@ def test_keys_to_ignore(path):
         load(path, ignore=["llama.logit_scal"])
 
 
-def test_what_a_file_may_leave_out_and_say_besides(path):
+def test_keys_that_a_file_may_lack_or_have_in_addition(path):
     reference = llama(head_dim=4, num_key_value_heads=HEADS, rope_theta=10_000.0)
     optional = ["vocab_size", "rope.freq_base", "rope.dimension_count", "attention.head_count_kv"]
     optional += ["attention.key_length", "attention.value_length", "block_count"]
@@ -383,7 +383,7 @@ def test_some_biases_without_others(path, group):
     assert {name for name in BIASES if getattr(ours.config, name)} == {group}
 
 
-def test_dimensions_keep_their_order_where_nothing_is_rotated(path):
+def test_dimensions_keep_their_order_without_rotary_positions(path):
     """Compare the weights, because logits do not show the order of dimensions: they are the same if
     queries and keys are permuted in the same way.
     """
@@ -492,7 +492,7 @@ def test_a_huge_length_of_an_array_ends_at_once(path, kind):
     error(path)
 
 
-def test_a_damaged_header_is_an_error_or_makes_no_difference(path):
+def test_a_damaged_header_is_an_error_or_has_no_effect(path):
     written(path, llama(vocab_size=11, num_hidden_layers=1))
     whole, header = path.read_bytes(), gguf.GGUFReader(path).data_offset
     messages = []

@@ -52,7 +52,7 @@ def assert_near(ours, theirs):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", LOADED)
-def test_logits_are_those_of_the_model_that_the_file_came_from(name, dtype):
+def test_logits_match_the_model_that_the_file_came_from(name, dtype):
     tokens, logits = expected(name)
     with torch.no_grad():
         assert_near(load(HERE / f"{name}.gguf", dtype=dtype)(tokens).float(), logits)
@@ -67,7 +67,7 @@ def test_every_architecture_has_a_file():
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_our_config_cannot_express_is_named(name):
+def test_parts_that_our_config_cannot_express_are_named(name):
     message = error(HERE / f"{name}.gguf")
     assert all(part in message for part in REFUSED[name])
     assert "AutoModelForCausalLM.from_pretrained(" in message
@@ -181,7 +181,7 @@ def test_norms_of_queries_in_other_forms_are_named(tmp_path):
     assert "attach" in message
 
 
-def test_what_llama_cpp_presumes_without_a_key(tmp_path):
+def test_values_that_llama_cpp_assumes_without_a_key(tmp_path):
     path = tmp_path / "it.gguf"
     keys = dict.fromkeys(["residual_scale", "logit_scale", "embedding_scale", "attention.scale"])
     config = load(rewritten(path, "granite", keys)).config

@@ -100,7 +100,7 @@ def close(ours, theirs):
 @pytest.mark.parametrize(
     "hooks", [{}, {"*.scores": lambda value, point: None}], ids=["fused", "explicit"]
 )
-def test_a_run_from_a_block_and_a_position_gives_what_the_whole_gave(name, mask, hooks):
+def test_a_run_from_a_block_and_a_position_equals_the_whole_run(name, mask, hooks):
     run = Run(name, mask)
     for pos in (0, 1, 3, POS - 1):
         past = run.past(pos)
@@ -115,7 +115,7 @@ def test_a_run_from_a_block_and_a_position_gives_what_the_whole_gave(name, mask,
 @pytest.mark.sampled(8)
 @pytest.mark.usefixtures("block")
 @pytest.mark.parametrize(("name", "mask"), CASES)
-def test_edits_as_rows_give_what_each_gives_alone(name, mask):
+def test_edits_as_rows_equal_each_edit_alone(name, mask):
     run, pos = Run(name, mask), 3
     resid = run.cache["resid_pre", 1]
     edited = [resid.clone() for _ in range(COPIES)]
@@ -149,7 +149,7 @@ def test_a_context_may_be_taken_up_twice(name, mask):
 
 
 @pytest.mark.parametrize("mask", ["none", "left"])
-def test_embeddings_of_a_part_are_those_of_the_whole(mask):
+def test_embeddings_of_a_part_match_the_whole(mask):
     """Padding moves positions, so they must follow the rows and columns."""
     run = Run("sinusoidal", mask)
     context = run.context.after(3, run.past(3)).repeated(COPIES)
@@ -178,7 +178,7 @@ def test_a_context_is_a_tree_of_tensors_and_numbers():
         assert all(isinstance(leaf, Tensor | int | None) for leaf in tree_leaves(context))
 
 
-def test_what_cannot_be_taken_up_is_refused():
+def test_contexts_that_cannot_be_continued_are_errors():
     run = Run("pre", "none")
     for pos in (-1, POS, POS + 1):
         with pytest.raises(ValueError, match=f"got {pos}"):

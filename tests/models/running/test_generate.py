@@ -126,7 +126,7 @@ def test_prompts_and_options_may_come_in_many_types():
         assert rows == expected
 
 
-def test_greedy_is_that_of_transformers():
+def test_greedy_matches_transformers():
     transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     from models.checkpoints import from_hf
 
@@ -156,7 +156,7 @@ def test_greedy_is_that_of_transformers():
 
 
 @pytest.mark.parametrize("form", ["learned", "windows"])
-def test_a_row_draws_what_it_draws_alone(form):
+def test_a_row_draws_the_same_tokens_as_alone(form):
     options = dict(max_new_tokens=NEW, temperature=1.7, top_k=20, top_p=0.97, min_p=0.01)
     together = generate(build(form), PROMPTS, seed=40, **options)
     for row, prompt in enumerate(PROMPTS):
@@ -168,7 +168,7 @@ def test_a_row_draws_what_it_draws_alone(form):
 @pytest.mark.parametrize(
     "options", [dict(temperature=0.6), dict(temperature=1.4, top_k=9, top_p=0.8, min_p=0.1)]
 )
-def test_draws_are_those_of_full_reruns(options):
+def test_draws_match_full_reruns(options):
     """The tokens of row i are drawn by the generator of this row, from the logits of a full run."""
     model, sampling = build("rotary"), Sampling(**options)
     rows = generate(model, PROMPTS, max_new_tokens=NEW, seed=90, **options)
@@ -342,7 +342,7 @@ def relevant(cache, name, real, windows):
     ("form", "edits", "prompts", "chunk"),
     [*((form, EDITS, PROMPTS, 3) for form in FORMS), ("rotary", {}, [[3, 1, 4, 1, 5]], 1024)],
 )
-def test_a_cache_over_a_generation_is_that_of_a_full_rerun(edits, prompts, chunk, form):
+def test_a_cache_over_a_generation_matches_a_full_rerun(edits, prompts, chunk, form):
     """The values at every point equal a full run of the generated texts, with the same edits and
     the same padding.
     """
@@ -474,7 +474,7 @@ def test_bad_arguments_are_errors_at_the_call(function, change, message):
     assert lengths == []
 
 
-def test_where_a_longer_context_is_possible_the_error_says_how():
+def test_the_error_says_how_to_extend_the_context():
     with pytest.raises(ValueError, match=r"model\.extend_context"):
         generate(build("rotary"), PROMPTS, max_new_tokens=13)
 

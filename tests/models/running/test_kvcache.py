@@ -145,7 +145,7 @@ def expected_alone(form):
 @pytest.mark.parametrize(
     ("sizes", "hooked"), [([3, 1, 1, 8], True), ([1] * LENGTH, False), ([8, 5], False)]
 )
-def test_a_left_padded_batch_in_pieces_gives_each_row_what_it_gets_alone(form, sizes, hooked):
+def test_a_left_padded_batch_in_pieces_equals_each_text_alone(form, sizes, hooked):
     """Some pieces of a text contain only padding. The explicit and the fused form of attention
     still return finite numbers.
     """
@@ -171,7 +171,7 @@ def test_right_padded_prompts_go_on(form):
         close(logits[row, mask[row]], by_prefix(model, alone)[0])
 
 
-def test_right_padding_is_refused_where_windows_count_on_the_last_keys():
+def test_right_padding_with_a_window_and_a_cache_is_an_error():
     model, cache = build("window last"), KVCache()
     mask = torch.arange(LENGTH) < torch.tensor([[9], [LENGTH]])
     with pytest.raises(ValueError, match="padding"):
@@ -202,7 +202,7 @@ def test_a_cache_that_holds_padding_does_not_forget_it(form):
 
 
 @pytest.mark.parametrize("first", ["none", "all real", "padded", "by query"])
-def test_what_was_read_cannot_be_declared_padding_later(first):
+def test_tokens_that_were_read_cannot_become_padding_later(first):
     """Padding cannot become real tokens later either. In both cases, the positions and keys of
     earlier pieces would be wrong.
     """
@@ -225,7 +225,7 @@ def test_what_was_read_cannot_be_declared_padding_later(first):
 
 @pytest.mark.parametrize("form", ["learned", "window first"])
 @pytest.mark.parametrize("ndim", [3, 4])
-def test_a_mask_of_queries_and_keys_holds_in_pieces_or_is_refused(form, ndim):
+def test_a_mask_of_queries_and_keys_acts_in_pieces_or_is_an_error(form, ndim):
     """Such a mask may ask for keys that a window's cache has dropped."""
     model, tokens, cache = build(form), text(2, LENGTH), KVCache()
     generator = torch.Generator().manual_seed(4)
@@ -400,7 +400,7 @@ def test_a_pass_that_ends_early_leaves_the_cache_as_it_was(form, at, recording):
         (dict(lazy=True), "KVCache"),
     ],
 )
-def test_what_is_refused_leaves_the_cache_as_it_was(change, match):
+def test_a_rejected_call_leaves_the_cache_as_it_was(change, match):
     model, cache, tokens = build("window"), KVCache(), text(2, LENGTH)
     model(tokens[:, :6], kv_cache=cache)
     with pytest.raises((ValueError, HookError), match=match):
@@ -484,7 +484,7 @@ def test_gradients_flow_through_pieces(form, sizes):
         close(ours[name], gradient, atol=1e-4)
 
 
-def test_what_was_read_without_gradients_goes_on_with_them():
+def test_a_cache_without_gradients_can_be_continued_with_gradients():
     """The cached keys and values have no gradient, so they are constants for the later piece."""
     model, tokens, cache = copy.deepcopy(build()), text(2, LENGTH), KVCache()
     model(tokens[:, :6], kv_cache=cache)

@@ -73,7 +73,7 @@ def test_of_tied_tokens_the_first_ones_are_left():
     top_p=st.none() | st.floats(0.05, 0.99),
     min_p=st.none() | st.floats(0, 1),
 )
-def test_the_cuts_are_those_of_transformers(seed, temperature, top_k, top_p, min_p):
+def test_the_cuts_match_transformers(seed, temperature, top_k, top_p, min_p):
     transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(3, VOCAB, generator=generator) * 3

@@ -96,7 +96,7 @@ def test_the_longest_sequence_is_replaced(text, charsmap):
     assert normalizer.normalize_str(text * 3) == NORMALISED[text] * 3
 
 
-def test_a_text_is_no_child():
+def test_the_place_of_a_text_is_not_read_as_a_child():
     """The place of a text must not be read as a child of the node.
 
     The place of the second text is 258. Its last byte is 2, and it is stored where the child for
@@ -107,7 +107,7 @@ def test_a_text_is_no_child():
     assert normalizer.normalize_str("\2b\2") == "\2Y\2"
 
 
-def test_the_library_reads_a_table_otherwise():
+def test_the_library_reads_a_table_in_another_way():
     """The library `tokenizers` does not follow SentencePiece here, so this package reads the table
     itself. If this test fails, `Precompiled` of the library may be correct now.
     """
@@ -166,7 +166,7 @@ def test_a_file_with_a_table(pieces):
         (True, True, " a b \n"),
     ],
 )
-def test_spaces_are_those_of_sentencepiece(prefix, merges, expected, pieces):
+def test_spaces_match_sentencepiece(prefix, merges, expected, pieces):
     """Only spaces are removed and joined.
 
     A space is added at the beginning, also before another space.

@@ -200,7 +200,7 @@ def test_attached_models_read_chats():
         assert chat(model, MESSAGES).texts[0].startswith("<|im_start|>system\nbe kind")
 
 
-def test_what_a_template_refuses_or_changes_is_one_error(tmp_path):
+def test_errors_of_a_template_and_changed_contents_are_one_error(tmp_path):
     model = pydoc()
     with pytest.raises(ValueError, match="roles must alternate"):
         chat(model, MESSAGES, template="{{ raise_exception('roles must alternate') }}")

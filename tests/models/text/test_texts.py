@@ -121,7 +121,7 @@ def encodings():
 
 
 @pytest.mark.parametrize("n", range(9))
-def test_what_a_tokenizer_gives_is_read_by_its_keys(n):
+def test_the_output_of_a_tokenizer_is_read_by_its_keys(n):
     from hooks.base import each_text
     from interp.store.corpora import each
     from models import generate, generate_text
@@ -199,7 +199,7 @@ def test_other_mappings_and_tables_are_refused(texts, match):
             read(texts)
 
 
-def test_an_attached_model_reads_all_that_a_tokenizer_gives():
+def test_an_attached_model_reads_every_output_of_a_tokenizer():
     transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     from models import attach
 
@@ -256,7 +256,7 @@ def test_tokens_become_text_again():
         (torch.tensor(3), "tensor"),
     ],
 )
-def test_what_is_no_text_is_refused(texts, said):
+def test_objects_that_are_not_texts_are_errors(texts, said):
     with pytest.raises((ValueError, TypeError), match=said):
         reading().to_tokens(texts)
 
@@ -291,7 +291,7 @@ def test_texts_bring_their_own_mask_and_begin_a_text():
 
 
 @pytest.mark.parametrize("template", [None, "<s> $A", "<s> $A </s>", "$A </s>"])
-def test_special_tokens_are_those_of_the_tokenizer(template):
+def test_special_tokens_match_the_tokenizer(template):
     tokenizer, model = library_of(WORDS, template), reading()
     model.tokenizer = tokenizer
     for text in TEXTS:
@@ -465,7 +465,7 @@ def test_an_answer_that_may_be_two_tokens_is_refused():
         Pairs("the play", answers=[" cat", " dog"]).read_by(model)
 
 
-def test_an_answer_is_one_token_where_only_one_fits():
+def test_an_answer_is_a_token_if_only_one_token_fits():
     """An answer is unambiguous in two cases. The first tokenizer drops the first space, so the word
     and the word after a space are one token. The second has a token only for the word after a
     space.
@@ -490,7 +490,7 @@ def test_a_metric_reads_a_word_that_is_one_token_only_after_a_space():
     torch.testing.assert_close(rows.metric(model(rows.text.tokens)), expected)
 
 
-def test_spans_are_found_by_what_they_say():
+def test_spans_are_found_by_their_words():
     model = reading()
     clean, corrupted = ["the cat sat on", "the dog ran"], ["cat sat on the mat", "the mat ran on"]
     spans = {"who": [("cat", "mat"), ("the dog", "the mat")], "verb": ["sat", "ran"]}
@@ -530,7 +530,7 @@ def test_texts_that_do_not_correspond_are_shown_as_tokens():
 # --- metrics
 
 
-def test_metrics_take_words_where_a_model_reads_them():
+def test_metrics_accept_words_if_a_model_reads_them():
     model = reading()
     tokens = model.to_tokens("the cat").tokens
     for worded, plain, said in (

@@ -113,7 +113,7 @@ def saved(tmp_path):
 # Tests of all tokenizers.
 
 
-def test_what_is_a_tokenizer(pair):
+def test_objects_that_are_tokenizers(pair):
     assert isinstance(CharTokenizer("ab"), Tokenizer)
     assert isinstance(pair, Tokenizer)
     assert not isinstance("ab", Tokenizer)
@@ -166,7 +166,7 @@ def test_byte_pairs_worked_out_by_hand(pair):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_byte_pairs_are_those_of_another_implementation(text, both):
+def test_byte_pairs_match_another_implementation(text, both):
     ours, theirs = both
     assert ours.encode(text) == theirs.encode(text, allowed_special="all")
     assert ours.decode(ours.encode(text)) == text
@@ -223,7 +223,7 @@ PAD = {"262": dict(PLAIN, content="<pad>"), "263": dict(PLAIN, content="né w", 
         dict(tokenizer_config=dict(add_prefix_space=True, model_max_length=1024, eos_token="ll")),
     ],
 )
-def test_added_tokens_are_those_of_transformers(files, tmp_path):
+def test_added_tokens_match_transformers(files, tmp_path):
     transformers = pytest.importorskip("transformers")
     ours = load_tokenizer(write(tmp_path, **files))
     theirs = transformers.GPT2Tokenizer.from_pretrained(tmp_path)
@@ -256,7 +256,7 @@ def test_added_tokens_worked_out_by_hand(tmp_path):
         (dict(merges=[*MERGES, "a b"]), "ab"),
     ],
 )
-def test_what_would_change_tokens_in_silence(files, said, tmp_path):
+def test_settings_that_would_silently_change_tokens_are_errors(files, said, tmp_path):
     with pytest.raises(ValueError, match=said) as caught:
         load_tokenizer(write(tmp_path, **files))
     assert str(tmp_path) in str(caught.value)
@@ -340,7 +340,7 @@ SIX = {piece: token for token, piece in enumerate("abÃ©Ġx")}
         (dict(normalizer=normalizers.NFKC()), "\uff41b", [0, 1], ["a "]),
     ],
 )
-def test_what_the_library_leaves_out_is_refused(parts, text, tokens, refused, saved):
+def test_characters_without_a_token_are_errors(parts, text, tokens, refused, saved):
     """Without an unknown token, the library silently drops characters that have no token."""
     ours = saved(kinds.BPE(SIX, []), **parts)
     assert ours.encode(text) == tokens
@@ -437,7 +437,7 @@ def tekken(path, **changes):
     )
 
 
-def test_tekken_is_what_tiktoken_makes_of_it(tmp_path):
+def test_tekken_matches_tiktoken(tmp_path):
     other = tekken(tmp_path / "tekken.json")
     ours = load_tokenizer(tmp_path)
     rng = np.random.default_rng(0)
@@ -499,7 +499,7 @@ def test_a_damaged_tekken_is_named(change, tmp_path):
         ("tokenizer.model", b"IQ== 0\nIg== 1\n", "tiktoken"),
     ],
 )
-def test_a_model_of_sentencepiece_says_what_reads_it(name, content, kind, tmp_path):
+def test_the_error_for_a_sentencepiece_model_names_a_reader(name, content, kind, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"is .*{kind}.*save_pretrained"):
         load_tokenizer(tmp_path / name)
@@ -544,7 +544,7 @@ def begun(directory, template, **files):
         ),
     ],
 )
-def test_beginnings_and_ends_are_those_of_transformers(template, ends, tmp_path):
+def test_beginnings_and_ends_match_transformers(template, ends, tmp_path):
     transformers = pytest.importorskip("transformers")
     directory = begun(tmp_path, template, **ends)
     ours = load_tokenizer(directory)
@@ -562,7 +562,7 @@ def test_a_file_that_begins_texts_must_say_with_what(tmp_path):
         load_tokenizer(path)
 
 
-def test_what_follows_a_text_in_gguf(tmp_path):
+def test_tokens_at_the_end_of_a_text_in_gguf(tmp_path):
     make, more = ORIGINALS["bert"]
     assert load_tokenizer(write_gguf(tmp_path / "bert.gguf", make(), **more)).closing_token_ids == (
         3,

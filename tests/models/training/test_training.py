@@ -594,7 +594,7 @@ def test_a_checkpoint_of_another_version_is_refused(saved, monkeypatch):
         train(tiny(), TEXT, config(), directory=saved, resume=True)
 
 
-def test_a_file_that_is_no_checkpoint_is_refused(saved):
+def test_a_file_that_is_not_a_checkpoint_is_an_error(saved):
     torch.save({"model": {}}, saved / "checkpoint.pt")
     with pytest.raises(ValueError, match=r"checkpoint.pt: 'run' is missing from the file"):
         train(tiny(), TEXT, config(), directory=saved, resume=True)
