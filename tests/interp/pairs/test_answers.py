@@ -1,4 +1,8 @@
-"""Answers of several tokens: each analysis against a loop by hand over unpadded rows in float64."""
+"""Tests of pairs whose answers have several tokens.
+
+Each analysis must equal a loop, written here, that runs the rows one by one, without padding,
+in float64.
+"""
 
 import pytest
 import torch
@@ -31,7 +35,8 @@ from models import attach, load
 from tests.interp.effects.by_hand import changed, close
 from tests.reference import LAYERS, variant
 
-# Prompts of 5, 3 and 4 tokens, corrupted in place, and answers of 1 to 4 tokens.
+# The prompts have 5, 3 and 4 tokens. A corrupted prompt differs from its clean prompt in one or two
+# tokens and has the same length. The answers have 1 to 4 tokens.
 CLEAN = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8]]
 CORRUPTED = [[3, 7, 4, 2, 5], [9, 0, 6], [5, 3, 11, 8]]
 RIGHT = [[7, 9, 3], [2], [10, 4, 6, 8]]
@@ -41,7 +46,7 @@ SIDES = ("left", "right")
 
 
 def text(prompts, side):
-    """Return prompts as padded tokens and their mask."""
+    """Return prompts as tokens, padded on `side`, with their mask."""
     width = max(map(len, prompts))
     tokens = torch.full((len(prompts), width), 22)
     mask = torch.zeros(len(prompts), width, dtype=torch.bool)
@@ -53,7 +58,7 @@ def text(prompts, side):
 
 
 def answers(two=True):
-    """Return the answers as tensors of tokens."""
+    """Return tensors of tokens: (right, wrong) for each row, or only right without `two`."""
     right, wrong = ([torch.tensor(tokens) for tokens in kind] for kind in (RIGHT, WRONG))
     return [*zip(right, wrong, strict=True)] if two else right
 
@@ -63,7 +68,11 @@ def pairs_of(side, two=True, **options):
 
 
 def score(model, prompt, answer, changes=(), per_token=False):
-    """The log-probability of one answer after one prompt, alone and without padding."""
+    """Return the log-probability of one answer after one prompt, from a run without padding.
+
+    `changes` gives functions of outputs by the names of modules. With `per_token`, the result is
+    divided by the number of tokens of the answer.
+    """
     with changed(model, dict(changes)), torch.no_grad():
         logits = model(torch.tensor([prompt + answer]))[0]
     terms = []
@@ -74,7 +83,11 @@ def score(model, prompt, answer, changes=(), per_token=False):
 
 
 def by_hand(model, prompts, two=True, per_token=False, changes=lambda row, answer: {}):
-    """The number of each example: right answer minus wrong answer."""
+    """Return the metric [row]: the score of the right answer minus that of the wrong answer.
+
+    Without `two`, it is the score of the right answer. `changes` returns the changes of the run
+    with one row and one answer.
+    """
     numbers = []
     for row, prompt in enumerate(prompts):
         number = score(model, prompt, RIGHT[row], changes(row, RIGHT[row]), per_token)
@@ -86,7 +99,7 @@ def by_hand(model, prompts, two=True, per_token=False, changes=lambda row, answe
 
 
 def value_of(model, name, prompt, answer):
-    """The value of a module in the run of one prompt and answer."""
+    """Return the output of a module in the run of one prompt and its answer."""
     values = []
     with changed(model, {name: lambda output: values.append(output.detach())}), torch.no_grad():
         model(torch.tensor([prompt + answer]))
@@ -94,7 +107,11 @@ def value_of(model, name, prompt, answer):
 
 
 def patched(model, name, column_of_row):
-    """Return a function of (row, answer): patch the corrupted run at one place, or not at all."""
+    """Return a function of (row, answer) that returns the changes of a run.
+
+    They put the clean value of one position into the output of a module. `column_of_row` returns
+    the position for a row; if it returns None, nothing changes.
+    """
 
     def changes(row, answer):
         column = column_of_row(row)
@@ -113,7 +130,10 @@ def patched(model, name, column_of_row):
 
 
 def column(side, pos):
-    """Return a function of a row: the index of a padded column in its prompt, or None."""
+    """Return a function of a row that returns the index in its prompt of one column of `text`.
+
+    It returns None if the column is padding in this row.
+    """
     width = max(map(len, CLEAN))
 
     def of_row(row):
@@ -169,7 +189,7 @@ def test_a_patch_of_a_head_acts_on_positions_of_answers_too(model, side):
 
 
 def gradient(model, name, prompt, answer):
-    """The value of a module, and the gradient of the score of one answer there."""
+    """Return the output of a module, and the gradient of one answer's score with respect to it."""
     nodes = []
 
     def watch(output):
@@ -185,7 +205,7 @@ def gradient(model, name, prompt, answer):
 
 
 def attribution_by_hand(model, name, side):
-    """The estimate of each position of the prompts: (target - base) times the gradient."""
+    """Return the estimates [pos, row] of attribution patching: (target - base) times gradient."""
     effects = torch.zeros(5, len(CLEAN), dtype=torch.float64)
     for row, prompt in enumerate(CORRUPTED):
         for answer, sign in ((RIGHT[row], 1), (WRONG[row], -1)):
@@ -204,7 +224,7 @@ def test_attribution_equals_gradients_of_each_row(model, side):
     result = attribution_patching(model, pairs_of(side), "resid_mid", layers=1)
     expected = attribution_by_hand(model, "blocks.1.resid_mid", side)
     close(result.values[0], expected)
-    # Without an axis of positions, all positions count, also the positions of answers.
+    # A result without an axis of positions adds up all positions, also those of the answers.
     whole = attribution_patching(model, pairs_of(side), "mlp_out", ["layer"], layers=1)
     total = torch.zeros(len(CLEAN), dtype=torch.float64)
     for row, prompt in enumerate(CORRUPTED):
@@ -257,7 +277,11 @@ def test_sweeps_count_negative_positions_in_prompts(model, side):
 
 
 def separate(row, answer):
-    """One row alone, without padding, measured by a function of all logits of the text."""
+    """Return the pair of one row and one answer, without padding.
+
+    The answer, except for its last token, is part of the text. The metric adds up the
+    log-probabilities of the answer's tokens.
+    """
     start = len(CLEAN[row]) - 1
 
     def metric(logits):
@@ -271,7 +295,7 @@ def separate(row, answer):
 
 
 def summed(analysis):
-    """Values [..., example] of an analysis of each row alone, right minus wrong."""
+    """Return values [..., row] of an analysis of separate rows: right answer minus wrong answer."""
     values = []
     for row in range(len(CLEAN)):
         right, wrong = (analysis(separate(row, kind[row])).values for kind in (RIGHT, WRONG))
@@ -279,7 +303,8 @@ def summed(analysis):
     return torch.cat(values, -1)
 
 
-# A gap of the sum does not matter here: both sides take the same steps.
+# With few steps, integrated gradients warn that they do not add up to the change of the metric.
+# This does not matter here, because both sides of the comparison take the same steps.
 @pytest.mark.filterwarnings("ignore:.*should add up to within:UserWarning")
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize(
@@ -323,7 +348,8 @@ def test_circuits_are_measured_on_all_rows_of_a_pair(model, side):
 @pytest.mark.parametrize("side", SIDES)
 def test_acdc_compares_predictions_of_the_positions_of_answers(model, side):
     kept = acdc(model, pairs_of(side), 0.3)[0.3]
-    # By hand: the mean over rows and positions of answers of KL(model, circuit), as a metric.
+    # Compute by hand the KL divergence of the circuit from the model, as a mean over the positions
+    # of each answer and then over all answers.
     divergences = []
     for row in range(3):
         for answer in (RIGHT[row], WRONG[row]):
@@ -349,7 +375,7 @@ def test_pairs_solved_by_the_model_have_the_likelier_right_answer(model):
 
 
 def greedy(model, prompt, n):
-    """The greedy continuation of a prompt, one token after another."""
+    """Return the likeliest next tokens after a prompt, chosen one after another."""
     tokens = list(prompt)
     for _ in range(n):
         tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
@@ -377,7 +403,8 @@ def test_an_alignment_scores_whole_answers(model, side, two):
     site = InterchangeRuns(Runs(model, pairs, "denoising"), name, -1, head=None, batch=2)
     whole = site.scores(neurons(10))
     close(whole.effect, expected - by_hand(model, CORRUPTED, two))
-    # The loss of some pairs: the cross-entropy of two choices, or of the right answer.
+    # With two answers, the loss of a pair is the cross-entropy of the choice between them. With
+    # one answer, it is minus the log-probability of that answer.
     some = torch.tensor([2, 0])
     losses = (1 + (-expected).exp()).log() if two else -expected
     close(site.loss(neurons(10), some), losses[some].mean())
@@ -420,7 +447,7 @@ DECODERS = {
 
 
 def decoder(kind, dtype=torch.float64):
-    """A random model of `transformers`, attached."""
+    """Return a model of `transformers` with random weights, attached."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(3)
     config = transformers.AutoConfig.for_model(kind, **SIZES | DECODERS[kind])
@@ -524,7 +551,7 @@ def test_a_metric_may_be_the_score_of_an_answer():
     with HookedRunner(model).hooks(hooks[0]):
         edited = [total(prompt) for prompt in prompts]
     assert (result.base + result.values[0]).tolist() == pytest.approx(edited, abs=1e-3)
-    # The likeliest characters one after another, in text.
+    # This text is the greedy continuation, so `accuracy` must be 1.
     continued = model.to_text(greedy(model, model.encoded(prompts[0]), 4))
     scores = sweep(model, prompts[:1], hooks, accuracy(f"{continued}")).base
     assert scores.tolist() == [1]

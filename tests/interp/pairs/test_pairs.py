@@ -91,7 +91,7 @@ def test_the_metric_of_the_answers(tokens, corrupted):
     found = Pairs(tokens, corrupted, both[:, 1]).metric(logits)
     torch.testing.assert_close(found, logits.log_softmax(-1)[rows, -1, both[:, 1]])
     with pytest.raises(ValueError, match="answers"):
-        Pairs(tokens, corrupted).metric  # noqa: B018  # reading it raises
+        Pairs(tokens, corrupted).metric  # noqa: B018  # reading the attribute raises the error
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,8 @@ def test_a_mapping_is_the_arguments_of_a_run(tokens, corrupted):
 def test_rows_of_positions_are_along_the_axis_of_the_texts(n_texts, sections):
     texts, n_pos = torch.arange(n_texts * 7).view(n_texts, 7), 7
     positions = torch.arange(sections * n_texts * n_pos).view(sections, n_texts, n_pos)
-    later = torch.arange(n_texts)  # has a number for each text only by chance
+    # The length of `later` is the number of texts only by chance: it has no axis of texts.
+    later = torch.arange(n_texts)
     given = {"input_ids": texts, "position_ids": positions, "cache_position": later}
     pairs = Pairs({**given, "scale": 1.0 + later, "bias": torch.ones(1, n_pos)})
     one, two = pairs[[1]].text, pairs.text.repeated(2)

@@ -1,4 +1,7 @@
-"""Values of another model: each analysis against PyTorch's own hooks on two models."""
+"""Tests of `source=`: analyses that put values of another model into runs of a model.
+
+Each analysis must equal a computation with PyTorch's own hooks on the two models.
+"""
 
 import copy
 
@@ -30,7 +33,7 @@ TEXT = {"input_ids": TOKENS, "attention_mask": MASK}
 
 
 def tuned_and_base(form="pre"):
-    """Two models of one form with different weights."""
+    """Return two models of one form, with different weights."""
     tuned, base = variant(form), variant(form)
     with torch.no_grad():
         for seed, parameter in enumerate(base.parameters()):
@@ -40,7 +43,7 @@ def tuned_and_base(form="pre"):
 
 
 def values_of(model, name):
-    """The value of a module in a run of the texts."""
+    """Return the output of a module in a run of the texts."""
     values = []
     with changed(model, {name: lambda output: values.append(output)}), torch.no_grad():
         model(TOKENS, attention_mask=MASK)
@@ -48,7 +51,7 @@ def values_of(model, name):
 
 
 def metric_of(model, changes=()):
-    """The log-probability of the answers after the texts, which end at the last column."""
+    """Return the log-probabilities of the answers. All texts end at the last column."""
     with changed(model, dict(changes)), torch.no_grad():
         logits = model(TOKENS, attention_mask=MASK)[:, -1]
     return logits.log_softmax(1)[torch.arange(BATCH), ANSWERS]
@@ -105,7 +108,7 @@ def test_integrated_gradients_go_to_the_values_of_the_other_model():
 
 
 def written(model, name):
-    """What a sublayer adds to the stream."""
+    """Return what a sublayer adds to the residual stream."""
     return values_of(model, name)
 
 
@@ -139,7 +142,7 @@ def test_scores_of_edges_are_gradients_times_changes_between_the_models():
     metrics = logits.log_softmax(1)[torch.arange(BATCH), ANSWERS]
     expected = [torch.autograd.grad(metric, share, retain_graph=True)[0] for metric in metrics]
     close(result.select(edge="m0->logits").values, torch.stack(expected), 1e-9)
-    # A head of the other model is read with the other model's output weights.
+    # What a head of the other model writes is computed with the output weights of that model.
     z = values_of(base, "blocks.0.attn.z")[:, :, 2] @ base.blocks[0].attn.W_O[2]
     z = z - values_of(tuned, "blocks.0.attn.z")[:, :, 2] @ tuned.blocks[0].attn.W_O[2]
     with changed(tuned, {last: lambda output: output + share * z}):
@@ -150,7 +153,10 @@ def test_scores_of_edges_are_gradients_times_changes_between_the_models():
 
 
 def test_a_changed_mlp_is_undone_from_its_layer_on():
-    """A copy whose block-2 MLP is multiplied by 1.3: patching the stream removes the KL."""
+    """In a copy, the MLP weights of block 2 are multiplied by 1.3.
+
+    Values of the original model remove the whole KL divergence at and after that block.
+    """
     base = load("pydoc-4l").double()
     tuned = copy.deepcopy(base)
     with torch.no_grad():

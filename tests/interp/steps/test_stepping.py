@@ -1,4 +1,4 @@
-"""Texts divided into steps: the rules of sentences, words, turns and own spans."""
+"""Tests of how texts are divided into steps: sentences, words, turns or spans of the user."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from interp.steps.spans import sentence_starts, starts_of_tokens
 from models import CharTokenizer, Transformer, TransformerConfig, chat, load
 from tests.interp.texts import BYTES_OF_EACH_TOKEN
 
-# Each text with `|` where a sentence begins.
+# In each text, `|` marks where a sentence begins; the first one begins without a mark.
 SENTENCES = [
     "The key is in the red box.| The dog sleeps.| Why",
     'He said "Go!"| (She went.)| “Ja.”| Done',

@@ -1,4 +1,7 @@
-"""Hidden steps, against 4-D attention masks in `transformers`."""
+"""Tests of `suppressed`, which hides each step of a text from the attention of later steps.
+
+Its effects must equal those of 4-D attention masks in models of `transformers`.
+"""
 
 import importlib.util
 import math
@@ -16,7 +19,7 @@ from tests.reference import ROTARY, randomised
 
 LAYERS, HEADS, POS, VOCAB, D_MODEL = 3, 4, 17, 31, 24
 TOKENS = torch.randint(VOCAB, (POS,), generator=torch.Generator().manual_seed(0)).tolist()
-# Steps of different lengths; the last one is one token.
+# The steps have different lengths, and the last one has only one token.
 SPANS = [range(0, 3), range(3, 8), range(8, 10), range(10, 16), range(16, 17)]
 
 
@@ -47,7 +50,7 @@ def llama():
 
 
 def random_model(make):
-    """A model of `transformers` with larger weights, so that effects are large too."""
+    """Return a model of `transformers` with enlarged weights, so that effects are large too."""
     torch.manual_seed(0)
     model = make().eval().requires_grad_(False)
     model.set_attn_implementation("eager")
@@ -57,7 +60,11 @@ def random_model(make):
 
 
 def by_masks(model, tokens, spans):
-    """The effects [step, later] from whole runs of a model of `transformers` with 4-D masks."""
+    """Return the effects [step, later]: the mean KL divergence at each later step's tokens.
+
+    For each hidden step, the whole text runs once in a model of `transformers`, with a 4-D mask
+    that hides the step from all later tokens.
+    """
     tokens = torch.tensor([tokens])
     n = tokens.shape[1]
 
@@ -75,7 +82,7 @@ def by_masks(model, tokens, spans):
         visible[hidden.stop :, hidden.start : hidden.stop] = False
         edited = log_probs(visible)
         for column, later in enumerate(spans):
-            # The distribution for token t is the output at t - 1.
+            # The model predicts token t at position t - 1.
             terms = [(base[t - 1].exp() * (base[t - 1] - edited[t - 1])).sum() for t in later if t]
             effects[row, column] = sum(terms) / len(terms)
     return effects
@@ -92,7 +99,7 @@ def test_hidden_steps_equal_masks_in_transformers(make):
     assert result.axes == ("step", "later", "example")
     assert result.unit == "nats"
     torch.testing.assert_close(result.values[..., 0].double(), wanted, atol=1e-4, rtol=0)
-    # Few positions at once give the same numbers.
+    # A small `max_bytes` makes the logits of only a few positions at a time; the numbers stay.
     small = suppressed(plain, steps, max_bytes=8 * 4 * VOCAB * 2)
     torch.testing.assert_close(small.values, result.values, atol=1e-6, rtol=0)
     theirs.set_attn_implementation("sdpa")
@@ -108,7 +115,7 @@ def test_models_that_cannot_be_resumed_and_models_with_hooks_give_the_same():
     wanted = suppressed(model, steps).values
 
     class Other(torch.nn.Module):
-        """A model without the steps from which runs can begin."""
+        """A wrapper of the model, in which a run cannot be resumed from one of its layers."""
 
         def __init__(self):
             super().__init__()
@@ -129,7 +136,7 @@ def test_models_that_cannot_be_resumed_and_models_with_hooks_give_the_same():
 
 
 def test_chosen_heads_equal_a_mask_for_each_head():
-    """The mask of queries, keys and heads is an argument of the plain model."""
+    """The argument `query_key_mask` of the model hides the same keys from the same heads."""
     sizes = dict(vocab_size=VOCAB, n_ctx=19, n_heads=HEADS, d_model=D_MODEL)
     model = randomised(TransformerConfig(**sizes | ROTARY, n_layers=1), scale=0.3)
     model.requires_grad_(False)
@@ -188,7 +195,10 @@ def test_errors():
 
 
 def test_memory_is_at_most_the_patterns_of_one_layer():
-    """The model's run with scores takes as much, and patterns of a layer are [head, pos, pos]."""
+    """One run with hooks on all scores needs almost as much.
+
+    The patterns of one layer are [head, pos, pos].
+    """
     n_pos = 600
     sizes = dict(vocab_size=4000, n_ctx=n_pos, n_layers=6, n_heads=4, d_model=16)
     model = Transformer(TransformerConfig(**sizes)).eval().requires_grad_(False)
@@ -230,5 +240,6 @@ def test_smollm2_equals_masks_in_transformers():
     wanted = by_masks(theirs, steps.tokens, steps.spans)
     values = suppressed(model, steps).values[..., 0].double()
     torch.testing.assert_close(values, wanted, atol=1e-4, rtol=0)
-    # The sentence with the answer matters most for the answer.
+    # Step 0 does not count, because it hides the first token too. Of the other steps, the sentence
+    # that contains the answer has the largest effect on the answer.
     assert int(values[1:, -1].argmax()) == 0
