@@ -7,7 +7,7 @@ from interp import Pairs, activation_patching, edits
 from models import attach
 
 name = "HuggingFaceTB/SmolLM2-135M-Instruct"
-model = AutoModelForCausalLM.from_pretrained(name)
+model = AutoModelForCausalLM.from_pretrained(name, dtype="float32")
 attached = attach(model, tokenizer=AutoTokenizer.from_pretrained(name))
 text = "When Mary and John went to the store, John gave a drink to"
 

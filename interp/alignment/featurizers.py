@@ -24,6 +24,12 @@ class Featurizer:
         decode: a function from features and the original values to values.
         mask: the share of each feature that is taken from the other run, from 0 to 1.
         place: the place at which the features were trained. Default: None, which means unknown.
+
+    >>> first = neurons(3).only(torch.tensor([1.0, 0.0, 0.0]))
+    >>> first
+    neurons, 1 of 3 features
+    >>> first.interchanged(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([7.0, 8.0, 9.0]))
+    tensor([7., 2., 3.])
     """
 
     name: str

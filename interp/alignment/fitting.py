@@ -41,6 +41,9 @@ class Fit:
             proportional to its share of the features.
         epochs, rate, batch: the number of epochs, the learning rate and the batch size of Adam.
         seed: the seed of the initial columns, of the order of the pairs and of the controls.
+
+    >>> Fit(k=2, epochs=5, batch=32).steps(n_pairs=70)  # 3 batches in each epoch
+    15
     """
 
     k: int

@@ -44,6 +44,23 @@ class NullSpaces:
         effects: the change of the metric, [through, example]. `whole` is the effect of the
             subspace, `varying` leaves out changes along axes on which the values of the pairs do
             not vary, and `read` uses only the part of the subspace that later parts read.
+
+    >>> from hooks import HookPoint
+    >>> class Toy(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.point = HookPoint("batch pos d_model")
+    ...
+    ...     def forward(self, tokens):
+    ...         numbers = torch.stack([tokens.float(), torch.zeros(tokens.shape)], -1)
+    ...         read = self.point(numbers)[..., 1]
+    ...         return torch.stack([read, -read], -1)
+    >>> pairs = Pairs(torch.tensor([[1]]), torch.tensor([[0]]), torch.tensor([[0, 1]]))
+    >>> result = null_spaces(Toy().eval(), pairs, "point", torch.tensor([1.0, 1.0]))
+    >>> result.effects.mean()  # of the whole subspace, its varying part, its part that is read
+    tensor([1.0000, 0.0000, 0.0000])
+    >>> result.is_suspect  # the effect needs directions that do not vary, and are not read
+    True
     """
 
     effects: Result

@@ -27,6 +27,14 @@ class Node(NamedTuple):
         influence: the share of the total influence that this node and all stronger nodes have.
             Default: None.
         raises: the tokens whose logits the decoder of a feature raises most. Default: empty.
+
+    >>> from interp import attribution_graph, load_transcoders
+    >>> from models import load
+    >>> model, transcoders = load("pydoc-4l"), load_transcoders("pydoc-4l/transcoders")
+    >>> graph = attribution_graph(model, "part KV8 and part K", transcoders, max_features=10)
+    >>> node = graph.logits[0]
+    >>> node.id, node.kind, node.layer, node.pos, node.label
+    ('5_54_18', 'logit', 4, 18, 'V')
     """
 
     id: str
@@ -57,6 +65,15 @@ class AttentionCell(NamedTuple):
         pairs: the pairs of sources with the largest effects on the score. Each entry contains the
             name of the source that acts through the query, the name of the source that acts through
             the key, and the effect of the pair.
+
+    >>> from interp import attribution_graph, load_transcoders
+    >>> from models import load
+    >>> model, transcoders = load("pydoc-4l"), load_transcoders("pydoc-4l/transcoders")
+    >>> text = "part KV8 and part K"
+    >>> graph = attribution_graph(model, text, transcoders, max_features=10, attention=True)
+    >>> cell = graph.cells()[0]
+    >>> cell.layer, cell.head, text[cell.query], text[cell.key]  # it attends to the first V
+    (3, 3, 'K', '8')
     """
 
     layer: int
@@ -76,6 +93,9 @@ class Link(NamedTuple):
 
     The weight is in the unit of the target: its pre-activation if the target is a feature, and its
     logit otherwise.
+
+    >>> Link(source="E_54_6", target="5_54_18", weight=4.2)
+    Link(source='E_54_6', target='5_54_18', weight=4.2)
     """
 
     source: str

@@ -36,6 +36,18 @@ class PrunedGraph(plots.Shown):
             name of the graph) and `scan` (the name of the model). Default: empty.
         cells: the attention scores that decide a target, if the graph was made with
             `attention=True`. Files do not contain them.
+
+    >>> import tempfile
+    >>> from interp import attribution_graph, load_transcoders
+    >>> from models import load
+    >>> model, transcoders = load("pydoc-4l"), load_transcoders("pydoc-4l/transcoders")
+    >>> graph = attribution_graph(model, "part KV8 and part K", transcoders, max_features=100)
+    >>> pruned = graph.pruned(0.5, 0.8)
+    >>> pruned.inputs("5_54_18")[0][0]  # the embedding of the V of KV8 acts most on the logit of V
+    'E_54_6'
+    >>> path = pruned.to_neuronpedia(tempfile.mkdtemp(), "kv8", "pydoc-4l")
+    >>> len(PrunedGraph.from_neuronpedia(path).links) == len(pruned.links)
+    True
     """
 
     nodes: Sequence[Node]

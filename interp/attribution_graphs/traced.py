@@ -50,6 +50,17 @@ class AttributionGraph(plots.Shown):
             of the row should equal twice this number, because the query and the key of a score
             each get the whole effect of the score. The gap is the largest difference, as a share of
             the sum of absolute values in the row. NaN without `by_attention`.
+
+    >>> from interp import attribution_graph, load_transcoders
+    >>> from models import load
+    >>> model, transcoders = load("pydoc-4l"), load_transcoders("pydoc-4l/transcoders")
+    >>> graph = attribution_graph(model, "part KV8 and part K", transcoders, max_features=100)
+    >>> graph.logits[0].label, graph.gap < 1e-5
+    ('V', True)
+    >>> graph.pruned().inputs(graph.logits[0].id)[0][0]  # the embedding of the V of KV8
+    'E_54_6'
+    >>> 0.5 < graph.replacement < graph.completeness < 1
+    True
     """
 
     run: FrozenRun

@@ -100,6 +100,13 @@ class Erasure:
     Attributes:
         erasers: the erasers, by the names of points.
         about: facts about the method that found the erasers.
+
+    >>> from models import load
+    >>> numbers, words = ["part AB1", "part CD2", "part EF3"], ["part one", "part two", "part ten"]
+    >>> found = erasure(load("pydoc-4l"), numbers, words, "blocks.2.resid_post")
+    >>> [*found.erasers]
+    ['blocks.2.resid_post']
+    >>> hooks = {"blocks.2.resid_post": found.edit(pos=-1)}
     """
 
     erasers: Mapping[str, Eraser]

@@ -50,6 +50,15 @@ class Probe(plots.Shown):
             examples are folds. In the intervals, all copies of a text count as one text; see
             `interp.numbers.intervals.auroc_interval`.
         control: the AUROC with random labels for each text, the mean over draws.
+
+    >>> from models import load
+    >>> numbers = ["part AB1", "part CD2", "part EF3", "part GH4", "part JK5", "part LM6"]
+    >>> words = ["part one", "part two", "part ten", "part six", "part all", "part new"]
+    >>> result = probe(load("pydoc-4l"), numbers, words, "blocks.2.resid_post", folds=3)
+    >>> result.selectivity.mean() > 0.3  # above the same probe with random labels
+    tensor([True])
+    >>> result.direction[2].shape
+    torch.Size([128])
     """
 
     direction: Direction

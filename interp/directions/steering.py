@@ -28,6 +28,19 @@ class SteeringCurve(plots.Shown):
         score: the change of the score, [strength, example].
         kl: the KL divergence of the predictions on other texts, in nats, [strength, example]; None
             if there are no other texts.
+
+    >>> from interp import log_prob
+    >>> from interp.directions import difference_of_means
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> yes, no = ["part KV8", "part QX3"], ["def f(", "return x"]
+    >>> v = difference_of_means(model, yes, no, "blocks.2.resid_post")
+    >>> prompts, others = ["import o", "def f("], ["class A:"]
+    >>> curve = steering_curve(model, v, prompts, [0.0, 0.5, 1.0], log_prob("8"), others=others)
+    >>> curve.score.mean()[2] > 0, curve.kl.mean()[2] > 0  # the effect, and its cost on other texts
+    (tensor(True), tensor(True))
+    >>> curve.within(0.001)  # the best strength that changes other texts by at most 0.001 nats
+    0.0
     """
 
     strengths: tuple[float, ...]

@@ -83,6 +83,13 @@ class FeatureCard:
         largest: the largest value of the feature.
         n_tokens: the number of positions that were read, or None if it is unknown. A feature that
             is never active may only be rare: see `interp.features.evaluation.LEAST_FOR_DEAD`.
+
+    >>> from interp.features import load_sae
+    >>> from models import load
+    >>> model, sae = load("pydoc-4l"), load_sae("pydoc-4l/resid_post")
+    >>> (card,) = feature_cards(model, sae, ["def f(x): return x", "part KV8"], [332], k=3)
+    >>> card.index, f"{card.density:.2f}", card.examples[0].tokens[6]  # largest at the x
+    (332, '0.12', 'x')
     """
 
     index: int
@@ -183,6 +190,15 @@ class FeatureCards(list[FeatureCard], plots.Shown):
 
     `save("cards.html")` writes this page. `save("cards")` writes a folder with a JSON file in
     Neuronpedia's format for each feature, named by the index of the feature.
+
+    >>> import tempfile
+    >>> from interp.features import load_sae
+    >>> from models import load
+    >>> model, sae = load("pydoc-4l"), load_sae("pydoc-4l/resid_post")
+    >>> cards = feature_cards(model, sae, ["def f(x): return x"], [332, 1011], k=3)
+    >>> cards.save(folder := tempfile.mkdtemp())
+    >>> [card.index for card in FeatureCards.load(folder)]
+    [332, 1011]
     """
 
     def __repr__(self) -> str:

@@ -115,6 +115,16 @@ class DictionaryScores(plots.Shown):
         points: the scores of each dictionary, by the point that it writes.
         groups: a number for each text. Copies of a text have the same number, and intervals count
             them once. None if there are no copies.
+
+    >>> from interp.features import load_sae
+    >>> from models import load
+    >>> texts = ["def f(x): return x", "class A: pass"]
+    >>> scores = evaluate_sae(load("pydoc-4l"), load_sae("pydoc-4l/resid_post"), texts)
+    >>> unedited, spliced, zero, mean = scores.losses.mean(1)
+    >>> unedited < spliced < mean < zero
+    tensor(True)
+    >>> scores.points["blocks.2.resid_post"].l0
+    32.0
     """
 
     losses: Float[Tensor, "run example"]

@@ -15,6 +15,8 @@ from interp.graph.graph import Graph
 from interp.kinds import require_made
 from interp.results.result import Result
 
+__all__ = ["above", "greedy", "random", "top"]
+
 
 def above(graph: Graph, scores: Result, threshold: float, signed: bool = False) -> Circuit:
     """Return the circuit of all edges with a strength above a threshold.

@@ -17,6 +17,13 @@ class Moments:
         products: the summed products of the deviations of all pairs of columns, or the summed
             squares of each column.
         n_labels: the number of labels, which are the last columns.
+
+    >>> rows = torch.tensor([[1.0, 2.0], [3.0, 5.0], [8.0, 2.0]])
+    >>> both = Moments.of(rows[:1]) + Moments.of(rows[1:])
+    >>> both.n, both.mean
+    (3, tensor([4., 3.], dtype=torch.float64))
+    >>> both.covariance.allclose(rows.T.cov(correction=0).double())
+    True
     """
 
     n: int

@@ -321,7 +321,17 @@ def _height(part: Mapping[str, Any]) -> int:
 
 
 class Shown:
-    """The base of classes with a picture, which they return in `view`."""
+    """The base of classes with a picture, which they return in `view`.
+
+    >>> import tempfile
+    >>> from interp import Pairs, activation_patching
+    >>> from models import load
+    >>> pairs = Pairs("part KV81 is here; part KV8", "part KV84 is here; part KV8", ("1", "4"))
+    >>> effects = activation_patching(load("pydoc-4l"), pairs, "z", over="head")
+    >>> isinstance(effects, Shown)
+    True
+    >>> effects.save(f"{tempfile.mkdtemp()}/effects.html")
+    """
 
     is_plot: ClassVar[bool] = False
     """True if the picture is a plot, which also has a figure."""

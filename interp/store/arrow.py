@@ -52,6 +52,16 @@ def to_arrow(
         FileExistsError: if the directory is not empty.
         CacheError, UnknownNameError: as in `Activations.batches`.
         ImportError: if `datasets` is not installed.
+
+    >>> from interp.store import harvest
+    >>> from models import load
+    >>> out = tempfile.mkdtemp()
+    >>> settings = {"context": 8, "pack": True}
+    >>> texts = ["part KV8 part KV8", "import os.path"]
+    >>> store = harvest(load("pydoc-4l"), texts, "blocks.1.mlp_out", f"{out}/store", **settings)
+    >>> columns = {"blocks.1.mlp_out": "blocks.1.hook_mlp_out"}
+    >>> to_arrow(store, f"{out}/arrow", columns, drop_short=True)
+    3
     """
     storage.require_folder(folder)
     datasets = library("datasets", "datasets")
@@ -123,6 +133,16 @@ def from_arrow(
         UnknownNameError: if the data set does not have a column or the tokens, or if no point is
             known for the name of a column.
         ImportError: if `datasets` is not installed.
+
+    >>> import numpy
+    >>> from datasets import Dataset
+    >>> values = numpy.arange(30, dtype="float32").reshape(2, 3, 5)
+    >>> rows = {"token_ids": [[7, 8, 9], [4, 5, 6]], "blocks.1.hook_mlp_out": values}
+    >>> out = tempfile.mkdtemp()
+    >>> Dataset.from_dict(rows).save_to_disk(f"{out}/arrow")
+    >>> store = from_arrow(f"{out}/arrow", f"{out}/store")
+    >>> store.rows(1)["blocks.1.mlp_out"][0]  # the first token of the second context
+    tensor([15., 16., 17., 18., 19.])
     """
     table = library("datasets", "datasets").load_from_disk(os.fspath(folder)).with_format("torch")
     names = columns or {name: hooks_name(name) for name in table.column_names if name != TOKENS}

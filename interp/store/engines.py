@@ -48,6 +48,10 @@ class Ray:
             for a process, the other processes run its jobs.
         resources: the resources of each process in Ray, such as `{"num_gpus": 1}`. Default: one CPU
             core.
+
+    >>> from interp.store import harvest
+    >>> workers = Ray(workers=8, resources={"num_gpus": 1})
+    >>> harvest(model, texts, "*.resid_post", "out", engine=workers)  # doctest: +SKIP
     """
 
     workers: int = 1

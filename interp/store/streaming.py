@@ -126,6 +126,12 @@ class PlannedHarvest(NamedTuple):
         bytes: the size of the files, without some kilobytes for each file.
         seconds: the estimated time in one job on this machine, from the speed of the first batch.
         free: the free bytes of the disk; None if unknown.
+
+    >>> from interp.store import plan
+    >>> from models import load
+    >>> planned = plan(load("pydoc-4l"), ["part KV8"] * 100, "blocks.1.mlp_out")
+    >>> print(planned)  # doctest: +ELLIPSIS
+    800 tokens of 100 texts: 0.000422 GB in 2 files, which fits on the disk; about ... s
     """
 
     texts: int

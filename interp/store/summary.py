@@ -258,7 +258,19 @@ def _earliest_first(
 
 
 class StatisticsByPoint(dict[str, Statistics]):
-    """Statistics by the names of points. They are an argument of `edits.mean`."""
+    """Statistics by the names of points. They are an argument of `edits.mean`.
+
+    >>> from hooks import HookedRunner
+    >>> from interp import edits
+    >>> from interp.store import statistics
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> by_point = statistics(model, ["part KV8", "import os", "class A:"], "*.mlp_out")
+    >>> sorted(by_point)[0], by_point["blocks.0.mlp_out"].n  # the number of tokens
+    ('blocks.0.mlp_out', 25)
+    >>> hooks = {"blocks.0.mlp_out": edits.mean(by_point)}  # mean ablation of an MLP
+    >>> logits = HookedRunner(model).run_with_hooks("def f(", hooks=hooks)
+    """
 
     def mean_at(self, point: Point) -> Float[Tensor, "..."]:
         """Return the mean at a point.

@@ -85,6 +85,17 @@ class Attached(ReadsText):
         unembed: a function that returns the logits of a residual stream.
         layouts: the modules of the blocks.
         settings: the settings of `attach`. The value is None while `attach` runs.
+
+    >>> from models import attach
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(vocab_size=11, hidden_size=12, intermediate_size=20)
+    >>> sizes |= dict(num_hidden_layers=2, num_attention_heads=3)
+    >>> llama = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    >>> with attach(llama) as attached:
+    ...     attached.config.n_layers, attached.W_Q.shape  # layer, head, d_model, d_head
+    (2, torch.Size([2, 3, 12, 4]))
+    >>> hasattr(llama, "blocks")  # the points are removed at the end of the block
+    False
     """
 
     forward: Forward
