@@ -12,11 +12,12 @@ from hooks.base import Text, Texts, require_choice, require_kind, to_device, wit
 from interp.inputs.copies import digests, groups
 from interp.kinds import require_made
 from interp.measuring import Metric, measure
+from interp.metrics import kl_divergence
 from interp.pairs.answers import per_example, prompts_of_rows
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.protocol import logits_of, runner_of
 from interp.results.result import Result
-from interp.runs.models import pairs_of_models, source_of
+from interp.runs.models import source_of
 
 
 class Runs:
@@ -34,7 +35,9 @@ class Runs:
             runs the clean texts with values of the corrupted texts. None runs only the clean texts.
         max_bytes: a bound on the memory of edited and masked runs; see `sweep` and `run_circuit`.
         source: another model, whose values on the clean texts replace values of the model.
-            Corrupted texts are then not used. Default: None, if both runs are runs of the model.
+            Corrupted texts are then not used. Without answers and a metric, the metric is
+            KL(source || model), the mean over the positions of each text, in nats. Default: None,
+            if both runs are runs of the model.
 
     Attributes:
         runner: the runner of the model.
@@ -69,16 +72,17 @@ class Runs:
         self.runner = runner_of(model)
         self.max_bytes = max_bytes
         require_choice("direction", direction, (None, "denoising", "noising"))
-        self.source_model = source
-        self.source_runner = self.runner
         if source is not None:
-            self.source_runner = source_of(source, self.runner)
-            pairs = pairs_of_models(model, source, pairs)
+            pairs = (pairs if isinstance(pairs, Pairs) else Pairs(pairs)).clean_only()
             direction = None
         require_made("pairs", pairs, Pairs)
         assert isinstance(pairs, Pairs)
         self.pairs = pairs.read_by(model)
         self.rows = self.pairs.rows()
+        self.source_model = source
+        self.source_runner = self.runner
+        if source is not None:
+            self.source_runner = source_of(source, self.runner, pairs.clean, self.pairs.text)
         self.direction = direction
         self.has_source = direction is not None or source is not None
         self.reads_other = direction is not None
@@ -165,6 +169,11 @@ class Runs:
         """Return the metric of a run, and its values at some points."""
         arguments = text.arguments(runner.model)
         output, cache = runner.run_with_cache(text.tokens, names=[*names], **arguments)
+        if self.source_model is not None and not self.rows.has_metric:
+            # The first run is the run of the source.
+            reference = to_device(logits_of(output), text.tokens.device)
+            mask = text.of_logits.attention_mask
+            self.rows = self.rows.measured_by(kl_divergence(reference, None, attention_mask=mask))
         return measure(self.metric, logits_of(output), text.of_logits.attention_mask), cache
 
     def logits(

@@ -25,7 +25,7 @@ from interp import (
     path_patching,
     sweep,
 )
-from interp.alignment import neurons
+from interp.alignment import align, neurons
 from interp.alignment.runs import InterchangeRuns
 from interp.directions import Direction, steering_curve
 from interp.graph import Graph, circuits
@@ -343,6 +343,7 @@ def test_circuits_are_measured_on_all_rows_of_a_pair(model, side):
     inside = torch.cat([kept(row, RIGHT[row]) - kept(row, WRONG[row]) for row in range(3)])
     whole, empty = by_hand(model, CLEAN), by_hand(model, CORRUPTED)
     close(result.mean()[0], (inside - empty).mean() / (whole - empty).mean())
+    assert result.values.shape == (2, 3)
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -415,6 +416,19 @@ def test_an_alignment_scores_whole_answers(model, side, two):
     swapped = score(model, CORRUPTED[0], RIGHT[1], changes(0, RIGHT[1]))
     if not two:
         close(moved.loss(neurons(10), torch.tensor([0])), -swapped)
+
+
+def test_an_alignment_is_fitted_to_pairs_and_not_to_rows(model):
+    first, second = pairs_of("left").read_by(model), pairs_of("left").read_by(model)
+    result = align(
+        model, first[:2], "resid_pre", 3, test=second[[2]], layers=1, epochs=2, batch=2, seed=4
+    )
+    assert result.accuracy.values.shape == (5, 1, 1, 1)
+    assert len(result.losses["blocks.1.resid_pre", -1]) == 2
+    # The whole value of the other text at the last token of the prompt.
+    changes = patched(model, "blocks.1.resid_pre", lambda row: len(CLEAN[row]) - 1)
+    effect = by_hand(model, CORRUPTED, changes=changes) - by_hand(model, CORRUPTED)
+    close(result.metric.select(control="whole").values.flatten(), effect[2:])
 
 
 def test_right_answers_of_an_alignment_are_greedy(model):
