@@ -1,5 +1,5 @@
-"""Inputs of analyses: the texts that a model reads, the texts of a cache, and positions in texts.
+"""Inputs of analyses: texts for a model, texts of a cached run, positions, and copies of texts.
 
-A text is one value, `hooks.base.Text`. Read `texts` first, then `cached`, `token_positions` and
-`copies`.
+A batch of texts is one value, a `hooks.base.Text`: it contains the tokens, the mask, and the other
+inputs of one run. Read `texts` first, then `cached`, `token_positions` and `copies`.
 """

@@ -1,4 +1,4 @@
-"""Texts of a cache: the tokens and the mask of the run whose values are cached."""
+"""Texts of a cache: the tokens and the mask that the model read in the cached run."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,9 @@ from hooks.base import Text, text_of_inputs, to_device
 
 
 def text_of(cache: ActivationCache) -> Text | None:
-    """Return the texts of the run of a cache, or None if the run had no `tokens` or `input_ids`.
+    """Return the texts that the model read in a cached run.
+
+    The result is None if the run had neither an argument `tokens` nor `input_ids`.
 
     >>> from interp.protocol import run_with_cache
     >>> from models import Transformer, TransformerConfig
@@ -28,7 +30,8 @@ def text_of(cache: ActivationCache) -> Text | None:
     mask_fits = mask is not None and mask.shape == shape
     if mask_fits or "decoder_input_ids" in cache.inputs:
         return text
-    # For a later piece of a text, or for a generation, the cache contains the mask.
+    # A generation has no argument with this mask, and the mask of a run that continued earlier
+    # tokens has more columns than its tokens. The cache may know the mask in both cases.
     cached_mask = cache.real()
     if cached_mask is None or cached_mask.shape != shape:
         return text
@@ -36,13 +39,14 @@ def text_of(cache: ActivationCache) -> Text | None:
 
 
 def text_of_values(cache: ActivationCache, shape: Sequence[int]) -> Text | None:
-    """Return the texts whose values a cache contains, or None if the cache does not know them.
+    """Return the texts of a cached run if each of their tokens has a value in the cache.
 
-    A cache that was cut with `at` knows only the texts before the cut.
+    The result is None if the run had no texts, if `cache.at` has selected texts or positions, or if
+    the texts have another shape than the values.
 
     Args:
         cache: the cache.
-        shape: the shape of the values, [batch, pos].
+        shape: the batch size and the number of positions of the values, [batch, pos].
     """
     text = text_of(cache)
     is_known = text is not None and not cache.is_part and text.tokens.shape == tuple(shape)
@@ -50,11 +54,13 @@ def text_of_values(cache: ActivationCache, shape: Sequence[int]) -> Text | None:
 
 
 def mask_of(cache: ActivationCache, shape: Sequence[int]) -> Tensor | None:
-    """Return the mask of the values of a cache, True at real tokens; None without padding.
+    """Return the mask of the texts of cached values, True at real tokens.
+
+    The result is None if no token is padding.
 
     Args:
         cache: the cache.
-        shape: the shape of the values, [batch, pos].
+        shape: the batch size and the number of positions of the values, [batch, pos].
 
     Raises:
         CacheError: if the texts of the run had padding, but the cache does not know which of these
@@ -62,7 +68,8 @@ def mask_of(cache: ActivationCache, shape: Sequence[int]) -> Tensor | None:
     """
     mask = cache.real()
     if mask is None and (text := text_of(cache)) is not None:
-        # The model does not tell its cache which columns are padding.
+        # The cache of a model that is not attached has no mask, but the arguments of the run may
+        # contain the mask.
         mask = text.attention_mask
     if mask is None or mask.shape == tuple(shape):
         return mask

@@ -1,10 +1,11 @@
-"""Copies of texts: examples with the same real tokens. Padding does not count.
+"""Copies of texts: examples with the same real tokens, whatever their padding.
 
 1. Hash the real tokens of each example, together with the other inputs that the model reads for it.
 2. Examples with the same hash are copies of one text. A cache does not keep all inputs of its run,
    such as images. So two examples of a cache are copies only if their values agree as well.
-3. Number the texts. Copies have the same number. An analysis with held-out data puts copies
-   into the same part, draws one label for all of them, and counts them once in its intervals.
+3. Number the different texts from 0, so that copies have the same number. An analysis with
+   held-out data puts copies into the same part, gives them the same label where it draws random
+   labels as a control, and counts them once in its intervals.
 """
 
 import hashlib
@@ -25,8 +26,8 @@ def digests(*texts: Text) -> list[str]:
     """Return a hash of each example.
 
     Args:
-        texts: the texts. If several texts are given, such as clean and corrupted texts, an example
-            consists of the same row of each.
+        texts: a batch of texts, in which each row is an example. Or several batches of the same
+            size, such as clean and corrupted texts. Then row i of all batches is example i.
 
     >>> mask = torch.tensor([[False, True, True], [True, True, False]])
     >>> first, second = digests(Text(torch.tensor([[0, 3, 1], [3, 1, 0]]), mask))
@@ -43,14 +44,14 @@ def digests(*texts: Text) -> list[str]:
 
 
 def numbered(digests: Sequence[str], agree: Callable[[int, int], bool] | None = None) -> list[int]:
-    """Return the number of each example's text.
+    """Number the different texts, and return for each example the number of its text.
 
-    Texts are counted from 0, in the order of their first examples.
+    The first example has text 0. Copies have the same number.
 
     Args:
         digests: the hash of each example.
-        agree: a function of two examples with the same hash, which returns whether they are copies.
-            Default: they are always copies.
+        agree: a function of the indices of two examples with the same hash, which returns whether
+            the examples are copies. Default: they are always copies.
 
     >>> numbered(["a", "b", "a", "c"])
     [0, 1, 0, 2]
@@ -75,7 +76,7 @@ def numbered(digests: Sequence[str], agree: Callable[[int, int], bool] | None = 
 def groups(
     digests: Sequence[str], agree: Callable[[int, int], bool] | None = None
 ) -> tuple[int, ...] | None:
-    """Return the number of each example's text, or None if no text has copies.
+    """Return for each example the number of its text, or None if all texts are different.
 
     Args:
         digests, agree: see `numbered`.
@@ -87,15 +88,19 @@ def groups(
 def groups_of_cache(
     cache: ActivationCache, values: Float[Tensor, "*axes example"], text: Text | None = None
 ) -> tuple[int, ...] | None:
-    """Return the number of each example's text, for a table of values from a cache.
+    """Return for each example of a cached run the number of its text.
+
+    Two examples are copies if they have the same real tokens and the same values in a table, up to
+    rounding. The values tell examples apart that differ in other inputs, such as images.
 
     Args:
         cache: the cache.
-        values: the table. The values of copies agree up to rounding.
+        values: the table, which was computed from the cache.
         text: the texts of the cache, on the CPU. Default: the texts are read from the cache.
 
     Returns:
-        The numbers, or None if there are no copies or the cache does not know its tokens.
+        The numbers. None if all texts are different, if the cache does not know its tokens, or if
+        the examples of the table are not all texts of the run.
     """
     text = text_of(cache) if text is None else text
     if text is None or cache.is_part or len(text.tokens) != values.shape[-1]:
@@ -125,7 +130,10 @@ def unseen(text: Text, seen: set[str]) -> Bool[Tensor, " batch"]:
 
 
 def _tokens(text: Text) -> list[object]:
-    """Return the real tokens of each text, or a hash of each image or sound."""
+    """Return the real tokens of each text.
+
+    If the inputs are images or sounds instead of tokens, the result is a hash of each of them.
+    """
     mask = text.attention_mask
     on_cpu = Text(text.tokens.cpu(), None if mask is None else mask.cpu())
     if on_cpu.tokens.is_floating_point():
@@ -134,7 +142,7 @@ def _tokens(text: Text) -> list[object]:
 
 
 def _other_inputs(text: Text) -> list[tuple[object, ...]]:
-    """Return the inputs of each text besides its tokens and its mask, as hashes."""
+    """Return hashes of the inputs of each text besides its tokens and its mask."""
     n_texts = len(text.tokens)
     decoded = text.of_logits
     if decoded is text:
@@ -147,7 +155,8 @@ def _other_inputs(text: Text) -> list[tuple[object, ...]]:
     without_axis = {*without_rows(text.more, shape)}
     for name in sorted(names):
         value = text.more[name]
-        # The part of each text in this value is not known, so no two texts are copies.
+        # It is unknown which part of this value belongs to which text. So no two texts may count
+        # as copies: each text gets another number.
         if name in without_axis:
             inputs.append([(name, _content(value), number) for number in range(n_texts)])
         elif isinstance(value, Tensor) and value.shape == text.tokens.shape:

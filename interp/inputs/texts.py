@@ -58,7 +58,7 @@ def padded(texts: Sequence[Any], model: nn.Module, numbers: Sequence[int]) -> Te
     Args:
         texts: the texts, at least one, as strings or lists of tokens.
         model: the model that will read the texts.
-        numbers: the number of each text in error messages.
+        numbers: for each text, the number by which an error names the text.
 
     Raises:
         ValueError: if a text has no tokens, or is not a string or a list of integers.
@@ -102,8 +102,8 @@ def batches(texts: Texts, model: nn.Module, size: int) -> Iterator[tuple[int, Te
     require_integer("batch", size)
     remaining = each_text(texts)
     first = 0
-    # After an error, this iterator is not closed at once. The caller `shows_progress` and removes
-    # the bar.
+    # If the analysis fails between two batches, Python does not close this iterator at once. The
+    # decorator `shows_progress` of the analysis then removes the bar.
     with progress_bar("texts", number_of_texts(texts)) as count:
         while batch := list(itertools.islice(remaining, size)):
             numbers = range(first, first + len(batch))

@@ -1,6 +1,6 @@
-"""Tokens and positions of a batch of texts, and logits at these positions in float32.
+"""Tokens and positions of examples, and the logits at these positions.
 
-Padding is ignored.
+Positions count the real tokens of a text. Padding is ignored.
 """
 
 from collections.abc import Sequence
@@ -64,15 +64,17 @@ def last_real(
 
 
 class Position:
-    """The position at which a metric reads the logits of each example.
+    """The position at which a metric reads the logits: one for all examples, or one for each.
+
+    Call a `Position` with logits to get the logits at the position.
 
     Attributes:
-        where: the position.
+        where: the position or the positions.
         last: the number of last real positions that the metric needs. 0 means all positions.
 
     Raises:
-        ValueError: if some positions are negative and others are not. When called, if the positions
-            do not fit the logits.
+        ValueError: if some positions are negative and others are not. A call also raises this error
+            if the positions do not fit the logits.
         TypeError: if the positions are not integers.
     """
 
@@ -88,7 +90,7 @@ class Position:
     def columns(
         self, n_pos: int, batch: int, attention_mask: Mask | None = None
     ) -> Int[Tensor, " _batch"]:
-        """Return the column of each example, or one column for all examples.
+        """Return the column of each example's position, or one column for all examples.
 
         Args:
             n_pos: the number of columns.
@@ -101,7 +103,7 @@ class Position:
         return self.where.columns(n_pos, "pos", batch, attention_mask)[:, 0]
 
     def __call__(self, logits: Tensor) -> Float[Tensor, "batch vocab"]:
-        """Return the logits at the position. Logits in half precision are converted to float32."""
+        """Return the logits of each example at its position, in float32 or a larger dtype."""
         columns = self.columns(logits.shape[1], len(logits))
         if len(columns) == 1:
             return at_least_float32(logits[:, int(columns)])
@@ -110,7 +112,7 @@ class Position:
 
 
 def as_positions(pos: Tokens) -> int | Int[Tensor, " batch"]:
-    """Return one position, or a tensor with a position for each example.
+    """Return positions as an integer for all examples, or as a tensor with one for each example.
 
     Raises:
         ValueError, TypeError: see `Position`.
