@@ -26,6 +26,7 @@ from interp.effects.paths import edge_patching as edge_patching
 from interp.effects.paths import path_patching as path_patching
 from interp.effects.top import top_attributions as top_attributions
 from interp.features import evaluate_sae as evaluate_sae
+from interp.features import load_crosscoder as load_crosscoder
 from interp.features import load_sae as load_sae
 from interp.features import load_transcoders as load_transcoders
 from interp.features import splice as splice

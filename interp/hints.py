@@ -16,6 +16,7 @@ _MAKERS = {
     "Circuit": "circuits.top(Graph(model), scores, n) or Circuit(Graph(model), edges) makes one",
     "Result": "an analysis such as activation_patching gives one",
     "Dictionary": "load_sae({}) reads one",
+    "Crosscoder": "load_crosscoder({}) reads one",
     "Transcoders": "load_transcoders({}) reads them",
     "SVDTargets": "svd_targets(model, cache) gives them",
     "Steps": "Steps(model, prompt, answer) makes them",

@@ -195,7 +195,7 @@ PUBLIC = {
         acdc attribution_graph attribution_patching circuit_auroc circuits compare_effects completeness composition_scores
         copying_scores cross_entropy circuit_curve decompose direct_logit_attribution
         edge_attribution edge_patching edits evaluate_sae expert_load faithfulness features full_circuits graph head_scores hooks_name
-        integrated_gradients jacobian_lens kl_divergence load_sae load_transcoders log_prob logit_diff logit_lens
+        integrated_gradients jacobian_lens kl_divergence load_crosscoder load_sae load_transcoders log_prob logit_diff logit_lens
         max_activating measure minimality node_effects ov_circuit path_patching plots positional_scores qk_circuit
         rank repeated_tokens residual_stream run_circuit run_with_cache singular_tokens
         svd_spectra spectral splice svd_targets sweep token_directions top_attributions attribution_graphs tuned_lens attention_attribution

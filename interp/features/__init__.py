@@ -2,7 +2,8 @@
 measure them.
 
 Read `activations` and `dictionary` (dictionaries of one layer) first. `transcoders` (of several
-layers), `cross_layer` and `matching_pursuit` contain other kinds of dictionaries. `loading` reads
+layers), `cross_layer`, `crosscoder` (of several models or layers) and `matching_pursuit` contain
+other kinds of dictionaries. `loading` reads
 dictionaries from files, with the help of `forms`, `hub` and `bundled`. `places` finds the point
 that a file names. `splicing` inserts dictionaries into a model, and `evaluation`, `cards` and
 `controls` measure them.
@@ -21,15 +22,17 @@ from interp.features.activations import Gated, GroupMax, JumpReLU, TopK
 from interp.features.cards import FeatureCard, FeatureCards, feature_cards
 from interp.features.controls import purity, stability
 from interp.features.cross_layer import CrossLayerTranscoder
+from interp.features.crosscoder import Crosscoder
 from interp.features.dictionary import Dictionary
 from interp.features.evaluation import DictionaryScores, evaluate_sae
-from interp.features.loading import load_sae, load_transcoders
+from interp.features.loading import load_crosscoder, load_sae, load_transcoders
 from interp.features.matching_pursuit import MatchingPursuit
 from interp.features.splicing import splice
 from interp.features.transcoders import Transcoders, TranscoderSet
 
 __all__ = [
     "CrossLayerTranscoder",
+    "Crosscoder",
     "Dictionary",
     "DictionaryScores",
     "FeatureCard",
@@ -43,6 +46,7 @@ __all__ = [
     "Transcoders",
     "evaluate_sae",
     "feature_cards",
+    "load_crosscoder",
     "load_sae",
     "load_transcoders",
     "purity",

@@ -8,7 +8,7 @@
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from torch import nn
 
 from hooks.base import damage_of, explains_calls, require_kind, storage, unknown_name
 from interp.features.bundled import NAMES, bundled
+from interp.features.crosscoder import Crosscoder
 from interp.features.dictionary import Dictionary
-from interp.features.forms import FORMS, Form, Loaded
+from interp.features.forms import CROSSCODERS, FORMS, Form, Loaded
 from interp.features.forms.common import BY_HAND
 from interp.features.hub import downloaded, may_be_on_hub
 from interp.features.transcoders import Transcoders, TranscoderSet
@@ -137,6 +138,53 @@ def load_transcoders(
     return loaded
 
 
+@explains_calls
+def load_crosscoder(
+    path: str | os.PathLike[str],
+    format: str = "auto",
+    *,
+    names: Sequence[str] | None = None,
+    point: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Crosscoder:
+    """Return a crosscoder from files.
+
+    The supported libraries and releases are dictionary_learning (`CrossCoder` and
+    `BatchTopKCrossCoder`, with the files of a training or from the hub) and Gemma Scope 2.
+
+    Args:
+        path: a folder, a file in it, or a place on the Hugging Face hub, such as
+            `science-of-finetuning/gemma-2-2b-crosscoder-l13-mu4.1e-02-lr1e-04`.
+        format: the format of the files. It is only needed if a folder contains files of several
+            formats. Default: `auto`.
+        names: the names of the models or layers, in the order of the weights. The files of
+            dictionary_learning do not contain them; the crosscoders of science-of-finetuning read
+            the base model first, then the tuned model. Default: the points of the layers (Gemma
+            Scope 2), or `"0"`, `"1"` and so on.
+        point: the point that the crosscoder reads in each model, such as `blocks.13.resid_post`, if
+            the files do not contain it (dictionary_learning).
+        dtype: the dtype of weights and features. Default: the dtype of the file, but float32 for
+            half precision.
+
+    Returns:
+        One crosscoder.
+
+    Raises:
+        FileNotFoundError: if the path does not exist here or on the hub, or contains no known
+            files.
+        UnknownNameError: if the format is unknown.
+        ValueError: if a field or a tensor is missing or unknown, or the path contains another kind
+            of dictionary.
+    """
+    _require_arguments(path, dtype)
+    name, read, source = _recognised(_local(path), format, CROSSCODERS)
+    settings = _settings({"names": names, "point": point}, read, name)
+    with storage.one_error(source):
+        loaded = read(source, **settings)
+    assert isinstance(loaded, Crosscoder)
+    return loaded.to(dtype or _at_least_float32(loaded))
+
+
 def load_any(
     path: str | os.PathLike[str],
     format: str = "auto",
@@ -153,6 +201,32 @@ def load_any(
             Default: no settings.
         kind: `Dictionary` or `Transcoders`, the only class to load. Default: both.
     """
+    _require_arguments(path, dtype)
+    if str(path) in NAMES and not Path(path).exists():
+        ours = bundled(str(path))
+        _require_kind_of_files(path, isinstance(ours, Transcoders), kind)
+        return ours.to(dtype)
+    name, read, source = _recognised(_local(path), format, FORMS)
+    # A format with files of layers reads all layers of a folder.
+    _require_kind_of_files(path, bool(FORMS[name].layers) and read is FORMS[name].read, kind)
+    options = _settings(settings or {}, read, name)
+    if FORMS[name].single and source.is_dir():
+        source = _only_file(FORMS[name], source)
+    with storage.one_error(source):
+        loaded = read(source, **options)
+    assert not isinstance(loaded, Crosscoder)
+    for part in loaded.values() if isinstance(loaded, TranscoderSet) else [loaded]:
+        part.to(dtype or _at_least_float32(part))
+    return loaded
+
+
+def _require_arguments(path: object, dtype: object) -> None:
+    """Check the types of a path and of a dtype, before a download.
+
+    Raises:
+        TypeError: if an argument has another type.
+        FileNotFoundError: if the path is empty.
+    """
     require_kind(
         "path",
         path,
@@ -167,29 +241,33 @@ def load_any(
         words="a torch.dtype",
         call="torch.float32 is one",
     )
-    if not os.fspath(path):
+    if not str(path):
         raise FileNotFoundError(f"path must name a folder or a file; got {path!r}")
-    if str(path) in NAMES and not Path(path).exists():
-        ours = bundled(str(path))
-        _require_kind_of_files(path, isinstance(ours, Transcoders), kind)
-        return ours.to(dtype)
+
+
+def _local(path: str | os.PathLike[str]) -> Path:
+    """Return the local path of a folder or a file, and download it from the hub if necessary."""
     on_hub = isinstance(path, str) and may_be_on_hub(path) and not Path(path).exists()
-    local = downloaded(str(path)) if on_hub else Path(path)
-    name, read, source = _recognised(local, format)
-    # A format with files of layers reads all layers of a folder.
-    _require_kind_of_files(path, bool(FORMS[name].layers) and read is FORMS[name].read, kind)
-    options = {key: value for key, value in (settings or {}).items() if value is not None}
+    return downloaded(str(path)) if on_hub else Path(path)
+
+
+def _settings(settings: Mapping[str, Any], read: Callable[..., Any], name: str) -> dict[str, Any]:
+    """Return the settings for a reader that are not None.
+
+    Args:
+        settings: the settings by name.
+        read: the reader.
+        name: the name of its format, for the error.
+
+    Raises:
+        ValueError: if the reader has no such setting, because the files contain it.
+    """
+    options = {key: value for key, value in settings.items() if value is not None}
     if idle := sorted(options.keys() - inspect.signature(read).parameters):
         raise ValueError(
             f"{', '.join(idle)} must be None for files of {name}, which contain all settings"
         )
-    if FORMS[name].single and source.is_dir():
-        source = _only_file(FORMS[name], source)
-    with storage.one_error(source):
-        loaded = read(source, **options)
-    for part in loaded.values() if isinstance(loaded, TranscoderSet) else [loaded]:
-        part.to(dtype or _at_least_float32(part))
-    return loaded
+    return options
 
 
 def _require_kind_of_files(
@@ -218,9 +296,16 @@ def _require_kind_of_files(
         )
 
 
-def _recognised(local: Path, format: str) -> tuple[str, Callable[..., Loaded], Path]:
+def _recognised(
+    local: Path, format: str, forms: Mapping[str, Form]
+) -> tuple[str, Callable[..., Loaded | Crosscoder], Path]:
     """Return the name of the format of the files at a path, its reader, and the path for the
     reader.
+
+    Args:
+        local: the path.
+        format: the name of the format, or `auto`.
+        forms: the possible formats by name.
 
     Raises:
         FileNotFoundError: if the path does not exist or contains no known files.
@@ -232,14 +317,14 @@ def _recognised(local: Path, format: str) -> tuple[str, Callable[..., Loaded], P
             f"path must be a folder or a file; {str(local)!r} does not exist (bundled: "
             f"{', '.join(NAMES)}; on the hub: owner/repository/folder)"
         )
-    if format != "auto" and format not in FORMS:
-        raise unknown_name(format, FORMS, "format of dictionaries")
-    wanted = FORMS if format == "auto" else {format: FORMS[format]}
+    if format != "auto" and format not in forms:
+        raise unknown_name(format, forms, "format of dictionaries")
+    wanted = forms if format == "auto" else {format: forms[format]}
     readings = {name: _reading(form, local) for name, form in wanted.items()}
     fitting = {name: reading for name, reading in readings.items() if reading is not None}
     # A file may have the name of a format with single files, and also belong to the format of its
     # folder. Then it is only a part of the dictionary in the folder.
-    folders = {name: reading for name, reading in fitting.items() if not FORMS[name].single}
+    folders = {name: reading for name, reading in fitting.items() if not forms[name].single}
     fitting = folders or fitting
     if len(fitting) > 1:
         raise ValueError(
@@ -247,6 +332,9 @@ def _recognised(local: Path, format: str) -> tuple[str, Callable[..., Loaded], P
         )
     if not fitting and (damage := damage_of(local)):
         raise ValueError(f"{local} {damage}; download it again")
+    if not fitting and forms is FORMS and any(_has(form, local) for form in CROSSCODERS.values()):
+        path = str(local)
+        raise ValueError(f"{path!r} is a crosscoder; load_crosscoder({path!r}) reads it")
     if not fitting:
         listed = "; ".join(f"{' and '.join(form.files)} ({name})" for name, form in wanted.items())
         rule = "be one of" if local.is_file() else "have"
@@ -264,7 +352,7 @@ def _at_least_float32(module: nn.Module) -> torch.dtype:
     )
 
 
-def _reading(form: Form, local: Path) -> tuple[Callable[..., Loaded], Path] | None:
+def _reading(form: Form, local: Path) -> tuple[Callable[..., Loaded | Crosscoder], Path] | None:
     """Return the reader of a format and the path for it, or None if the path has another format.
 
     1. A folder must contain the files of the format.

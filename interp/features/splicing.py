@@ -21,6 +21,7 @@ from hooks import FusedUnlessHooked, HookedRunner, HookError, Point, UnknownName
 from hooks.base import explains_calls, require_choice, to_device, unknown_point
 from hooks.shared import Part, PartPoint, blocks_of, names_by_layer, with_parts
 from interp.features.cross_layer import CrossLayerTranscoder
+from interp.features.crosscoder import Crosscoder
 from interp.features.dictionary import Dictionary
 from interp.features.places import point_at, warn_of_place
 from interp.kinds import require_made
@@ -214,6 +215,8 @@ def placed(
         runner: the runner of the model.
         dictionaries, error, reads, point: see `splice`, which also lists the errors and warnings.
     """
+    if isinstance(dictionaries, Crosscoder):
+        raise _no_dictionary("dictionaries", dictionaries)
     if isinstance(dictionaries, nn.Module) and not isinstance(dictionaries, Mapping):
         # The module may be something else than a dictionary. The loop below checks this.
         dictionaries = {point or _place_of(dictionaries): dictionaries}
@@ -226,12 +229,7 @@ def placed(
     parts: dict[str, SplicedDictionary] = {}
     for name, dictionary in dictionaries.items():
         if not isinstance(dictionary, Dictionary):
-            rule = "load_sae(path) reads one"
-            if isinstance(dictionary, CrossLayerTranscoder):
-                rule = "cross-layer transcoders only work in attribution graphs"
-            raise TypeError(
-                f"{name} needs a dictionary of one layer; got {type(dictionary).__name__} ({rule})"
-            )
+            raise _no_dictionary(name, dictionary)
         target = _point(runner, name, "point")
         source = _reading(runner, dictionary, point=target, reads=reads)
         _check_sizes(runner.model, dictionary, point=target, source=source)
@@ -241,6 +239,21 @@ def placed(
             dictionary=dictionary, point=target, reads=source_name, error=error
         )
     return parts
+
+
+def _no_dictionary(name: str, value: object) -> TypeError:
+    """Return the error for an object that is no dictionary of one layer.
+
+    Args:
+        name: the name of the point or of the argument.
+        value: the object.
+    """
+    rule = "load_sae(path) reads one"
+    if isinstance(value, CrossLayerTranscoder):
+        rule = "cross-layer transcoders only work in attribution graphs"
+    if isinstance(value, Crosscoder):
+        rule = "crosscoder.dictionary(member, others) makes one"
+    return TypeError(f"{name} needs a dictionary of one layer; got {type(value).__name__} ({rule})")
 
 
 def _place_of(dictionary: nn.Module) -> str:

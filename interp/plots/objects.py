@@ -45,6 +45,24 @@ def dictionary(dictionary: Any) -> View:
     return View("a dictionary", shown.parts, says=[*says, *told(dictionary.config)])
 
 
+def crosscoder(crosscoder: Any) -> View:
+    """Draw the lengths of the decoder rows of each member, and the relative norms of two members.
+
+    Args:
+        crosscoder: the crosscoder.
+    """
+    names = crosscoder.names
+    lengths = crosscoder.W_dec.float().norm(dim=2).sort(dim=1, descending=True).values
+    lines = dict(zip(names, lengths, strict=True))
+    parts = curves(lines, axis="features, by length", title="lengths of decoder rows").parts
+    if len(names) == 2:
+        norms = crosscoder.relative_norms(1).sort().values
+        title = f"relative decoder norms: 0 is only {names[0]}, 1 is only {names[1]}"
+        parts = [*parts, *curves({"relative norm": norms}, axis="features", title=title).parts]
+    says = [crosscoder.extra_repr(), f"activation: {crosscoder.activation}"]
+    return View("a crosscoder", parts, says=[*says, *told(crosscoder.config)])
+
+
 def dictionary_scores(scores: Any, losses: Any) -> View:
     """Draw the losses and the density of features.
 

@@ -5,6 +5,10 @@ circuit-tracer 0.5: `python tests/dictionaries/make.py`. Each folder contains th
 library wrote. `expected.safetensors` contains inputs, with the features and the outputs that the
 library computed. `sparsify_of_2024` needs sparsify as it was in January 2025, when the package was
 named `sae`: commit 0b58af4 of its repository, on the path.
+
+The crosscoders need other versions of dictionary-learning, on the path: `crosscoders` needs the
+commit 173f7fa of science-of-finetuning/dictionary_learning, and `crosscoder_with_one_scale` the
+commit 48debb2 of jkminder/dictionary_learning.
 """
 
 import json
@@ -376,6 +380,132 @@ def circuit_tracer():
     keep(folder.name, inputs(D_IN), coder.encode(inputs(D_IN)), coder(inputs(D_IN)))
 
 
+# Numbers of a crosscoder that differ from the sizes above.
+MEMBERS, LATENTS = 2, 13
+
+
+def random_crosscoder(kind, code_norm="CROSSCODER", normalized=False, **settings):
+    """Return a random crosscoder of the library, without dead features."""
+    if normalized:
+        draw = torch.Generator().manual_seed(2)
+        settings |= {
+            "activation_mean": torch.randn(MEMBERS, D_IN, generator=draw),
+            "activation_std": torch.rand(MEMBERS, D_IN, generator=draw) + 0.5,
+            "target_rms": 3.0,
+        }
+    coder = kind(D_IN, LATENTS, MEMBERS, code_normalization=code_norm, **settings)
+    draw = torch.Generator().manual_seed(0)
+    for tensor in coder.parameters():
+        tensor.copy_(torch.randn(tensor.shape, generator=draw) * 0.7)
+    if hasattr(coder, "threshold"):
+        coder.threshold.fill_({"NONE": 1.1, "SAE": 2.3}.get(code_norm, 4.1))
+    return coder
+
+
+def keep_crosscoder(name, coder, trainer=None):
+    """Write the inputs and the numbers of a crosscoder, and the files of a training if its settings
+    are given.
+    """
+    folder = HERE / name
+    folder.mkdir(exist_ok=True)
+    if trainer is not None:
+        (folder / "config.json").write_text(json.dumps({"trainer": trainer}))
+        torch.save(coder.state_dict(), folder / "ae.pt")
+    x = inputs(MEMBERS, D_IN)
+    keep(name, x, coder.encode(x), coder(x))
+
+
+def trained(kind, code_norm, **more):
+    """Return the settings that a training writes."""
+    return {
+        "dict_class": kind.__name__,
+        "trainer_class": f"{kind.__name__}Trainer",
+        "activation_dim": D_IN,
+        "dict_size": LATENTS,
+        "layer": 1,
+        "lm_name": "tuned-base",
+        "submodule_name": "resid_post_layer_1",
+        "code_normalization": code_norm,
+        "code_normalization_alpha_sae": 1.0,
+        "code_normalization_alpha_cc": 0.1,
+    } | more
+
+
+def crosscoders():
+    from dictionary_learning.dictionary import BatchTopKCrossCoder, CrossCoder
+
+    # As a training writes it, with the file names of the oldest version.
+    coder = random_crosscoder(CrossCoder)
+    keep_crosscoder("crosscoder_relu", coder, trained(CrossCoder, "CROSSCODER"))
+    for code_norm in ("CROSSCODER", "SAE", "MIXED", "NONE"):
+        coder = random_crosscoder(BatchTopKCrossCoder, code_norm, k=3)
+        settings = trained(
+            BatchTopKCrossCoder,
+            code_norm,
+            k=3,
+            dict_class_kwargs={"norm_init_scale": "1.0", "encoder_layers": "None"},
+        )
+        keep_crosscoder(f"crosscoder_batch_top_k_{code_norm.lower()}", coder, settings)
+    # As it is on the hub.
+    coder = random_crosscoder(BatchTopKCrossCoder, "SAE", normalized=True, k=3)
+    folder = HERE / "crosscoder_hub"
+    coder.save_pretrained(folder)
+    (folder / "README.md").unlink()
+    (folder / "trainer_config.json").write_text(
+        json.dumps({"trainer": trained(BatchTopKCrossCoder, "SAE", k=3, target_rms=3.0)})
+    )
+    keep_crosscoder("crosscoder_hub", coder)
+
+
+def crosscoder_with_one_scale():
+    """A crosscoder of the version in which all members have one scale."""
+    from dictionary_learning.dictionary import CrossCoder
+
+    coder = random_crosscoder(CrossCoder, normalized=True)
+    keep_crosscoder("crosscoder_one_scale", coder, trained(CrossCoder, "CROSSCODER"))
+
+
+def crosscoder_gemma_scope_2():
+    """The files as published; the numbers are from the formula of the published notebook."""
+    layers, own = 3, 4
+    draw = np.random.default_rng(0)
+    shapes = {
+        "w_enc": (D_IN, own),
+        "w_dec": (own, layers, D_IN),
+        "b_enc": (own,),
+        "b_dec": (D_IN,),
+        "threshold": (own,),
+    }
+    of_layer = [
+        {name: draw.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+        for _ in range(layers)
+    ]
+    folder = HERE / "crosscoder_gemma_scope_2"
+    folder.mkdir(exist_ok=True)
+    for layer, arrays in enumerate(of_layer):
+        arrays["threshold"] = np.abs(arrays["threshold"])
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        save_file(tensors, folder / f"params_layer_{layer}.safetensors")
+    place = "model.layers.{1,4,6}.output"
+    config = {
+        "hf_hook_point_in": place,
+        "hf_hook_point_out": place,
+        "width": layers * own,
+        "model_name": "google/gemma-3-270m-pt",
+        "architecture": "jump_relu",
+        "l0": 150,
+        "affine_connection": False,
+        "type": "crosscoder",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    x = inputs(layers, D_IN)
+    stacked = {name: np.stack([arrays[name] for arrays in of_layer]) for name in shapes}
+    pre = np.einsum("rld,ldf->rlf", x.numpy(), stacked["w_enc"]) + stacked["b_enc"]
+    features = np.where(pre > stacked["threshold"], np.maximum(pre, 0), 0)
+    output = np.einsum("rlf,lfod->rod", features, stacked["w_dec"]) + stacked["b_dec"]
+    keep(folder.name, x, torch.from_numpy(features).flatten(1), torch.from_numpy(output))
+
+
 if __name__ == "__main__":
     for folder in HERE.iterdir():
         if folder.is_dir():
@@ -384,3 +514,6 @@ if __name__ == "__main__":
         for make in (sae_lens, sae_lens_training, sparsify, sparsify_of_2024, dictionary_learning):
             make()
         circuit_tracer()
+        crosscoder_gemma_scope_2()
+        # With another version of dictionary-learning on the path each: crosscoders(),
+        # crosscoder_with_one_scale().

@@ -5,17 +5,19 @@ Read `common` first: it contains functions for all readers. Each other file read
 library or release.
 
 A reader takes a folder, or a file if the format is a single file, and returns our dictionaries. Its
-keyword arguments are settings that the files may lack and that callers of `load_sae` and
-`load_transcoders` can add. Each field of a config is used by a reader, is known to change nothing,
-or raises an error.
+keyword arguments are settings that the files may lack and that callers of `load_sae`,
+`load_transcoders` and `load_crosscoder` can add. Each field of a config is used by a reader, is
+known to change nothing, or raises an error.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from interp.features.crosscoder import Crosscoder
 from interp.features.dictionary import Dictionary
 from interp.features.forms import (
     circuit_tracer,
+    crosscoders,
     dictionary_learning,
     gemma_scope,
     gemma_scope_clt,
@@ -45,7 +47,7 @@ class Form:
     """
 
     files: tuple[str, ...]
-    read: Callable[..., Loaded]
+    read: Callable[..., Loaded | Crosscoder]
     single: bool = False
     layers: tuple[str, ...] = ()
     read_layer: Callable[..., Dictionary] | None = None
@@ -77,3 +79,17 @@ FORMS: Mapping[str, Form] = {
     "llama_scope_r1": Form(("config.json", "sae_weights.safetensors"), llama_scope.read_r1),
     "saved": Form(("*.pt", "*.pth"), saved.read, single=True),
 }
+
+CROSSCODERS: Mapping[str, Form] = {
+    "dictionary_learning": Form(("config.json", "ae.pt"), crosscoders.read),
+    "dictionary_learning_end": Form(("config.json", "model_final.pt"), crosscoders.read),
+    "dictionary_learning_hub": Form(("config.json", "model.safetensors"), crosscoders.read_hub),
+    "gemma_scope_2": Form(
+        ("config.json", "params_layer_0.safetensors"),
+        crosscoders.read_gemma_scope_2,
+        layers=("params_layer_*.safetensors",),
+    ),
+}
+"""The formats of crosscoders. Their files can have the same names as files of other dictionaries,
+so only `load_crosscoder` uses them.
+"""

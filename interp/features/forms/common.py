@@ -163,7 +163,11 @@ def _shown(value: Any) -> str:
 
 
 def require(
-    weights: Mapping[str, Any], names: set[str], what: str, across_layers: bool = False
+    weights: Mapping[str, Any],
+    names: set[str],
+    what: str,
+    across_layers: bool = False,
+    axes_of: Mapping[str, int] | None = None,
 ) -> None:
     """Check that weights have exactly the expected names, and are floating-point tensors with the
     right axes.
@@ -173,6 +177,8 @@ def require(
         names: the expected names.
         what: the file, or the part of the file, for the error.
         across_layers: whether decoders have an axis of layers. Default: False.
+        axes_of: the number of axes of some tensors, by name. Default: as in a dictionary of one
+            layer.
 
     Raises:
         ValueError: if a name is missing or unknown, or a tensor has another type or other axes.
@@ -191,6 +197,7 @@ def require(
         n_axes = _AXES.get(name.lower().rpartition(".")[2])
         if name.lower() == "w_dec":
             n_axes = 3 if across_layers else 2
+        n_axes = (axes_of or {}).get(name, n_axes)
         if n_axes is not None and weight.ndim != n_axes:
             raise ValueError(f"{name} of {what} must have {n_axes} axes; got {[*weight.shape]}")
 

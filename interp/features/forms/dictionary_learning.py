@@ -84,6 +84,10 @@ def _trainer(config: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of the training, which may be a part of the config or the
     whole config.
     """
+    inner = config.get("trainer", config)
+    kind = inner.get("dict_class") if isinstance(inner, dict) else None
+    if kind in ("CrossCoder", "BatchTopKCrossCoder"):
+        raise ValueError(f"load_crosscoder reads a crosscoder; got the dict_class {kind!r}")
     if "trainer" not in config:
         return known_fields(config, "trainer in config.json")
     config = known_fields(config, "config.json of dictionary_learning")

@@ -17,7 +17,7 @@ def read(folder: Path) -> CrossLayerTranscoder:
     `config.json`.
 
     It reads the output of the norm before the MLP, and writes the output of the norm after the MLP.
-    Crosscoders have files with the same names and raise an error.
+    Crosscoders have files with the same names and raise an error; `load_crosscoder` reads them.
     """
     path = folder / "config.json"
     config = json_of(path) if path.is_file() else {}
@@ -27,7 +27,8 @@ def read(folder: Path) -> CrossLayerTranscoder:
     if kind != "jump_relu" or _READS not in reads or "crosscoder" in folder.absolute().parts[-2:]:
         raise ValueError(
             "a cross-layer transcoder must have the architecture jump_relu and read "
-            f"{_READS}.output; got {kind} at {reads} in {folder}"
+            f"{_READS}.output; got {kind} at {reads} in {folder} (load_crosscoder reads a "
+            "crosscoder)"
         )
     layers: list[Weights] = []
     n_layers = len([*folder.glob("params_layer_*.safetensors")])

@@ -29,7 +29,7 @@ from tests.shipped import pydoc
 ALONE = sorted(
     folder.parent
     for folder in FIXTURES.rglob("expected.safetensors")
-    if not folder.parent.name.startswith(("circuit_tracer", "cross_layer"))
+    if not folder.parent.name.startswith(("circuit_tracer", "cross_layer", "crosscoder"))
 )
 CLOSE = {"atol": 5e-6, "rtol": 1e-5}  # rounding differs by processor
 
