@@ -160,7 +160,10 @@ def build_notebook(path: Path) -> None:
     count = 0
     with client.setup_kernel():
         if MODEL in path.read_text("utf-8"):
+            first = notebook.cells[0]
             client.execute_cell(nbformat.v4.new_code_cell(IN_KERNEL), 0)
+            # The client has put its cell in place of the first one.
+            notebook.cells[0] = first
         for index, cell in enumerate(notebook.cells):
             if cell.cell_type != "code":
                 continue
