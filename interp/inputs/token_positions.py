@@ -1,6 +1,7 @@
 """Tokens and positions of examples, and the logits at these positions.
 
-Positions count the real tokens of a text. Padding is ignored.
+Negative positions count from the last real token of a text. Positions from 0 count columns. Padding
+is never read.
 """
 
 from collections.abc import Sequence

@@ -7,11 +7,11 @@ with the answers " Paris, the city" and " Rome, the city" becomes two rows:
    and not read (`rows_of_answers`). So the row of an answer of one token is the prompt.
 2. The score of a row is the log-probability of its answer given the prompt, in nats: the sum over
    the tokens of the answer. The score of a wrong answer is multiplied by -1 (`score_of_rows`).
-3. The number of an example is the sum of its rows (`per_example`): log p(right answer) - log
-   p(wrong answer). An effect or an attribution of an example is also the sum of its rows.
+3. The score of an example is the sum over its rows (`per_example`): log p(right answer) - log
+   p(wrong answer). An effect or an attribution of an example is also the sum over its rows.
 
-The corrupted prompt is continued by the same answers. So a position of an answer corresponds to
-the same position of the other text.
+The clean and the corrupted prompt are continued by the same answers. So each position of an answer
+after the clean prompt corresponds to the same position of the answer after the corrupted prompt.
 """
 
 from collections.abc import Callable
@@ -39,11 +39,11 @@ AnswerTokens = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Continuations:
-    """The answers of some examples, as continuations of any number of tokens.
+    """Answers that continue the prompts of examples, each of any number of tokens.
 
     Attributes:
         tokens: the answers of each example: the right answer, or the right and the wrong answer.
-        score: the score of an answer.
+        score: the name of the score of an answer.
         per_token: whether to divide the score of an answer by its number of tokens.
     """
 
@@ -65,17 +65,22 @@ class Continuations:
         return rows
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> "Continuations":
-        """Return the answers of the examples that a function of a tensor [example] selects."""
+        """Return the answers of some examples.
+
+        Args:
+            change: a function that selects examples of any tensor [example], such as
+                `lambda values: values[:2]`.
+        """
         numbers = change(torch.arange(len(self.tokens))).tolist()
         return replace(self, tokens=tuple(self.tokens[number] for number in numbers))
 
 
 def per_example(values: Float[Tensor, "*axes row"], n_examples: int) -> Float[Tensor, "*axes _n"]:
-    """Return the number of each example: the sum of its rows.
+    """Return the value of each example: the sum over its rows.
 
     Args:
-        values: numbers of rows. The last axis has the rows of all right answers, and then the rows
-            of all wrong answers, if there are any.
+        values: the values of the rows. The last axis contains first the right answers of all
+            examples and then, if there are any, the wrong answers of all examples.
         n_examples: the number of examples.
 
     >>> per_example(torch.tensor([-1.0, -2.0, 5.0, 7.0]), 2)
@@ -89,16 +94,17 @@ def per_example(values: Float[Tensor, "*axes row"], n_examples: int) -> Float[Te
 def rows_of_answers(text: Text, answers: Continuations) -> Text:
     """Return a row for each answer: the prompt, and all tokens of the answer except the last.
 
-    The columns of the prompts do not change. In an encoder-decoder model, the answers continue the
-    texts of the decoder.
+    Each token of a prompt stays in its column. In an encoder-decoder model, the answers continue
+    the texts of the decoder.
 
     Args:
         text: the prompts.
         answers: the answers of each prompt.
 
     Raises:
-        ValueError: if an argument of the model has a number for each position of the prompts, or
-            has no row for each prompt.
+        ValueError: if an argument of the model, such as `position_ids`, has a number for each
+            position of the prompts, or if it is unknown which part of an argument belongs to which
+            prompt.
 
     >>> rows = rows_of_answers(Text(torch.tensor([[3, 1]])), Continuations((((4, 6), (5,)),)))
     >>> rows.listed()
@@ -190,7 +196,9 @@ def _continued(text: Text, answers: list[AnswerTokens]) -> Text:
 
 
 def score_of_rows(answers: Continuations, rows: Text) -> TokenMetric:
-    """Return the metric of the rows of answers: one number for each row.
+    """Return the metric that scores the answer of each row.
+
+    The score of a wrong answer is multiplied by -1.
 
     Args:
         answers: the answers of each example.
@@ -198,7 +206,8 @@ def score_of_rows(answers: Continuations, rows: Text) -> TokenMetric:
     """
     tokens_of_rows = answers.of_rows
     longest = max(map(len, tokens_of_rows))
-    # Each answer ends at the last column of the tables.
+    # The rows of `tokens` and `is_answer` are padded on the left, so that all answers end at the
+    # last column.
     tokens = torch.zeros(len(tokens_of_rows), longest, dtype=torch.long)
     is_answer = torch.zeros_like(tokens, dtype=torch.bool)
     for row, answer in enumerate(tokens_of_rows):
@@ -209,7 +218,8 @@ def score_of_rows(answers: Continuations, rows: Text) -> TokenMetric:
     if answers.per_token:
         weights /= is_answer.sum(1)
     real = rows.of_logits.real.cpu()
-    # A row may be shorter than the longest answer. Then the metric reads all positions.
+    # If a row has fewer tokens than the longest answer, the model cannot return the logits of that
+    # many last positions. Then the metric reads all positions and selects columns itself.
     is_short = bool((real.sum(1) < longest).any())
     columns = _last_columns(real, longest)
     score = _SCORES[answers.score]
@@ -224,7 +234,7 @@ def score_of_rows(answers: Continuations, rows: Text) -> TokenMetric:
             row_numbers = torch.arange(len(logits), device=logits.device)[:, None]
             logits = logits[row_numbers, to_device(columns, logits.device)]
         else:
-            # The logits may be the logits of whole texts.
+            # A caller may pass the logits of all positions.
             logits = logits[:, -longest:]
         tokens_here, is_answer_here = all_to_device((tokens, is_answer), logits.device)
         scores = score(at_least_float32(logits), tokens_here, is_answer_here)
@@ -276,7 +286,8 @@ def _is_greedy(
 ) -> Float[Tensor, " row"]:
     """Return 1 for each answer whose tokens are all the likeliest tokens, and 0 otherwise.
 
-    The result is NaN if a logit of the answer is NaN, because comparisons do not show NaN.
+    The result is NaN if a logit at a token of the answer is NaN. The comparison with the likeliest
+    token alone would hide the NaN.
     """
     is_likeliest = ((logits.argmax(-1) == tokens) | ~is_answer).all(1)
     has_nan = (logits.isnan().any(-1) & is_answer).any(1)

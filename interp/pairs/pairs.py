@@ -79,34 +79,38 @@ class Pairs(plots.Shown):
     Answers may be several tokens: `Pairs("The capital of France is", "The capital of Italy is",
     (" Paris, the city", " Rome, the city"))`. An analysis then runs a row for each answer, which
     contains the text and the answer (`rows`). Positions of edits and results are positions of the
-    texts. An edit without positions also acts on the answer, and values of the other text come from
-    a run on the same answer.
+    texts. An edit without positions also changes the positions of the answer. If it patches values
+    from the other text, these come from a row with the other text and the same answer.
 
     Args:
         clean: the clean texts, as tokens [batch, pos] or in any form that `model.to_tokens`
             accepts. For a model whose first input is an image or a sound, a tensor [batch, ...].
             For several inputs, a mapping of the model's arguments, such as the output of a
             processor: first `input_ids` (or another first input), then `attention_mask` and
-            arguments such as `pixel_values`, `decoder_input_ids` or `query_key_mask`. Tensors with
-            a row for each text are selected and reordered with the texts, and so are positions
-            [section, batch, pos]. If a model reads the images of all texts in a row, pass a list
-            with a tensor for each text.
+            arguments such as `pixel_values`, `decoder_input_ids` or `query_key_mask`. If pairs are
+            selected or reordered, so are the rows of an argument with a row for each text, and the
+            batch axis of `position_ids` [section, batch, pos]. If a model reads the images of all
+            texts as one tensor without a row for each text, pass a list with a tensor for each
+            text. The model receives these tensors joined.
         corrupted: the corrupted texts. If they are not a mapping, they use the mask and the other
             arguments of the clean texts. Default: None, for an analysis whose values come from an
             edit or a source.
-        answers: the right answer of each clean text, or the right and the wrong answer. One token
-            for each answer is a tensor [batch] or [batch, 2]. Otherwise an answer, or a tuple
-            (right, wrong), for all texts, or a list with one of these for each text. An answer is a
-            string of any number of tokens, a token, or a tensor of tokens [n]. A string that is a
-            word of the text means this word after a space, if the word with the space is one token.
+        answers: the right answer of each clean text, or the right and the wrong answer. If each
+            answer is one token, this may be a tensor [batch] or [batch, 2]. Otherwise pass one
+            answer or one tuple (right, wrong) for all texts, or a list of them with one for each
+            text. An answer is a string of any number of tokens, a token, or a tensor of tokens [n].
+            A string that does not begin with a space could be a new word, which follows a space, or
+            the rest of a word. If only one of these two forms is one token, the answer is this
+            form. Otherwise, if the text contains the string as a word, the answer is a new word.
             Default: None, for a metric that needs no answers.
         attention_mask: True or 1 at the real tokens of the texts. Default: None, if there is no
             padding, or if the texts are mappings that contain masks.
-        spans: the positions of each example in the clean text, or a mask of these positions, by
-            name. -1 is the last real token. For strings, a span is a part of the text, or a tuple
-            (clean part, corrupted part), or a list with one of these for each text; the positions
-            are all tokens that overlap the part. For chats (`models.chat`), pass the names of their
-            spans, such as `["assistant"]`. Default: no spans.
+        spans: a mapping from the name of a span to its positions in the clean text of each example:
+            a list or a tensor of integers for each example, or a mask [batch, pos]. -1 is the last
+            real token; positions from 0 count columns. For strings, a span is a part of the text,
+            or a tuple (clean part, corrupted part), or a list with one of these for each text; the
+            positions are all tokens that overlap the part. For chats (`models.chat`), pass the
+            names of their spans, such as `["assistant"]`. Default: no spans.
         metric: a function from logits to a number for each example. Default: the logit difference
             of right and wrong answers, or the log-probability of the right answers if there are no
             wrong ones. If an answer is several tokens: the log-probability of the right answer
@@ -125,9 +129,10 @@ class Pairs(plots.Shown):
         is_read: whether texts, answers and spans are tokens and positions, as in the result of
             `read_by`.
         answers: the answers as they were given. After a model has read the pairs, a tensor of
-            tokens, or `Continuations` of several tokens.
-        continuations: the answers of several tokens that the default metric measures; None for
-            answers of one token, and for other metrics.
+            tokens or, if an answer is several tokens, `Continuations`.
+        continuations: the answers of several tokens that the metric scores: those of `answers`, or
+            the strings of a metric such as `log_prob(" Paris, the city")`. None if all answers are
+            one token, and for metrics that score no answers of several tokens.
         pos: the position of the answers. If no position was given, it is None until a model reads
             the pairs.
         solved_of: the number of pairs from which `solved` selected these pairs. None for all other
@@ -173,12 +178,13 @@ class Pairs(plots.Shown):
         if metric is not None:
             _require_metric(metric, pos)
         self._metric = metric
-        # A metric of the constructor is ambiguous with answers of several tokens. A metric of
-        # `measured_by` replaces the metric of the answers.
+        # Answers of several tokens are measured by their log-probability. If the same call also has
+        # a metric, it is unclear which of the two is meant, and a model that reads the pairs raises
+        # an error. A metric of `measured_by` replaces the log-probability.
         self._has_both = metric is not None and answers is not None
         self.last_only = last_only
         self.pos = None if pos is None else as_positions(pos)
-        # The function that returns the text of tokens. It is set when a model reads the pairs.
+        # The function that converts tokens to strings. It is known when a model reads the pairs.
         self._write: Writer | None = None
         # Both are a `Text`, or texts that a model must read first.
         self._clean = _with_mask(as_text(clean), attention_mask, clean)
@@ -204,14 +210,17 @@ class Pairs(plots.Shown):
             )
 
     def read_by(self, model: nn.Module) -> "Pairs":
-        """Return these pairs as tokens of a model. Analyses call this method.
+        """Return these pairs with all texts and answers as tokens. Analyses call this method.
 
         Args:
             model: the model whose tokenizer converts strings.
 
         Raises:
-            ValueError: if an answer or a token of the metric is several tokens or ambiguous, if a
-                span does not occur exactly once in its text, or if texts do not correspond.
+            ValueError: if an answer is empty, or could be both a new word and the rest of a word;
+                if a metric needs one token and its string is several tokens; if a span does not
+                occur exactly once in its text; or if the two texts of a pair do not fit each other.
+                For answers of several tokens also if `pos` or another metric is given, or if the
+                model reads texts in both directions.
             TypeError: if the model can read only tensors.
 
         >>> from models import load
@@ -262,8 +271,8 @@ class Pairs(plots.Shown):
         """Return the pairs with one row for each answer, as analyses run them.
 
         A row contains a prompt and all tokens of an answer except the last token. The rows of the
-        right answers come first. The metric of a row is the log-probability of its answer, and
-        minus the log-probability of a wrong answer.
+        right answers come first. The metric of a row is the log-probability of its answer, which is
+        multiplied by -1 for a wrong answer.
 
         If each answer is one token, the result is these pairs themselves.
 
@@ -306,10 +315,11 @@ class Pairs(plots.Shown):
 
     @property
     def spans(self) -> Any:
-        """The spans of the clean texts, as they were given or as positions [batch, n] by name.
+        """The spans of the clean texts: a mapping from names to columns [batch, n].
 
-        The spans become positions when a model reads the pairs. If an example has fewer than n
-        positions, its last position is repeated.
+        Before a model has read strings, the result is the spans as they were given. n is the
+        largest number of positions in an example. If an example has fewer, its last column is
+        repeated.
         """
         return self._clean.spans if self.is_read else self._spans
 
@@ -399,10 +409,10 @@ class Pairs(plots.Shown):
         return pairs
 
     def with_answers_of(self, numbers: Int[Tensor, " pair"]) -> "Pairs":
-        """Return the pairs with the answers of other pairs.
+        """Return the same texts with other answers: each pair gets the answers of some pair.
 
         Args:
-            numbers: for each pair, the number of the pair whose answers it gets.
+            numbers: for each pair, the index of the pair whose answers it gets.
         """
 
         def drawn(value: Tensor) -> Tensor:
@@ -430,7 +440,7 @@ class Pairs(plots.Shown):
     def solved(self, model: nn.Module, metric: Metric | None = None) -> "Pairs":
         """Return the pairs that the model answers correctly.
 
-        The repr of these pairs contains both numbers, such as `17 of 20 solved`.
+        The repr of the result tells how many pairs these are, such as `17 of 20 solved`.
 
         Args:
             model: a model in evaluation mode.
@@ -455,7 +465,7 @@ class Pairs(plots.Shown):
             pairs = pairs._by_accuracy()
         rows = pairs.rows()
         metric = rows.metric
-        # This raises an error if the model is in training mode.
+        # Creating a runner raises an error if the model is in training mode.
         runner_of(model)
         last = last_of(metric, rows.text.of_logits.attention_mask)
         n_rows = max(1, _TOKENS_AT_ONCE // rows.text.tokens.shape[1])
@@ -488,14 +498,15 @@ class Pairs(plots.Shown):
         return pairs
 
     def split(self, seed: int = 0, share: float = 0.5) -> tuple["Pairs", "Pairs"]:
-        """Return two random parts of the pairs, to find a circuit and to measure it, for example.
+        """Divide the pairs at random into two parts, for example to find and to measure a circuit.
 
-        Copies are pairs with the same clean and corrupted tokens, apart from padding and answers.
-        They are put into the same part, and `share` is then the share of the different pairs.
+        Copies are pairs with the same clean and the same corrupted text, whatever their padding and
+        answers. All copies of a pair are put into the same part.
 
         Args:
             seed: the seed of the random order. Default: 0.
-            share: the share of the first part. Default: 0.5.
+            share: the share of the pairs that are put into the first part. Copies count as one
+                pair. Default: 0.5.
 
         Raises:
             ValueError: if a part would be empty.
@@ -525,8 +536,8 @@ class Pairs(plots.Shown):
         """Return a view of the first pairs, in which tokens that differ between the two texts are
         marked.
 
-        If the pairs contain strings that no model has read, the view shows the arguments of the
-        pairs.
+        If the pairs contain strings that no model has read, the view shows the texts, answers and
+        spans as they were given.
         """
         if self.is_read and self.clean.ndim > 2:
             return plots.View(repr(self), [])
@@ -592,14 +603,19 @@ class Pairs(plots.Shown):
 
 
 def _changed_answers(answers: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return answers after a change of each tensor with a row for each text."""
+    """Return tokens or `Continuations` after a change, such as a selection of examples.
+
+    Args:
+        answers: the answers of each example; None without answers.
+        change: a function that changes any tensor whose first axis is the example.
+    """
     if answers is None:
         return None
     return answers.changed(change) if isinstance(answers, Continuations) else change(answers)
 
 
 def _must_be_read(answers: Any) -> bool:
-    """Return True if answers are strings, or lists that contain tensors of tokens."""
+    """Return True if a model must convert the answers: strings, or a list of tensors of tokens."""
     if isinstance(answers, (list, tuple)):
         return any(isinstance(answer, Tensor) or _must_be_read(answer) for answer in answers)
     return isinstance(answers, str)
@@ -666,7 +682,10 @@ def _corrupted_text(corrupted: Texts | None, clean: Any) -> Any:
 
 
 def of_pairs(analysis: Callable[P, R]) -> Callable[P, R]:
-    """Decorate an analysis of pairs: for `metric=`, the error shows how to pass the metric."""
+    """Decorate an analysis of pairs, which gets its metric from the pairs.
+
+    A call with the keyword `metric` raises a TypeError, which says to pass the metric to `Pairs`.
+    """
     explained = explains_calls(analysis)
 
     @functools.wraps(analysis)

@@ -29,9 +29,10 @@ def aligned(
     corrupted_spans: Spans | None,
     last_only: bool,
 ) -> tuple[Text, Text | None, Tensor | Continuations | None]:
-    """Return the texts of pairs with the columns of their spans, and the answers.
+    """Check that the parts of pairs fit each other, and return the texts and the answers.
 
-    The answers become a tensor, unless they are `Continuations` of several tokens.
+    The clean and the corrupted text contain the columns of their spans (`Text.spans`). The answers
+    become a tensor, unless they are `Continuations` of several tokens.
 
     Args:
         clean: the clean texts.
@@ -140,13 +141,15 @@ def _mask_token(language: Any) -> int | None:
     """Return the token at which a masked language model predicts, or None without a mask token."""
     try:
         return getattr(language, "mask_token", None)
-    # The files of the tokenizer cannot be read.
+    # A model whose tokenizer files cannot be read still works with `pos=`.
     except (ImportError, ValueError):
         return None
 
 
 def _require_same_texts(texts: list[Text], masks: list[Tensor], has_spans: bool) -> None:
-    """Check the numbers of clean and corrupted texts and, without spans, their shapes and padding.
+    """Check that there are as many corrupted texts as clean texts.
+
+    Without spans, the texts must also have the same shape and the same padding.
 
     Args:
         texts: the clean texts and, if there are any, the corrupted texts.
@@ -201,13 +204,15 @@ def positions_of_spans(
     """Return the columns of each span in each example, by the name of the span.
 
     Args:
-        spans: the positions of the spans, which do not count padding.
+        spans: the positions of the spans. Negative positions count from the last real token;
+            positions from 0 count columns.
         real: the mask of the texts.
         text: `clean` or `corrupted`, for the errors.
         last_only: whether to return only the last column of each span.
 
     Raises:
-        ValueError: if a span does not have at least one position in each example.
+        ValueError: if a span does not have at least one position in each example, or if a position
+            is padding or outside the text.
     """
     batch, n_pos = real.shape
     columns = {}
@@ -258,9 +263,10 @@ def check_counts(
 def as_tensors(
     spans: Mapping[str, list[list[int]]], device: torch.device
 ) -> dict[str, Int[Tensor, "batch _n"]]:
-    """Return the columns of each text by name, as tensors on a device.
+    """Return the columns of each span as a tensor [batch, n] on a device, by the name of the span.
 
-    If a text has fewer columns than the longest span, its last column is repeated.
+    n is the largest number of columns of the span in a text. If a text has fewer, its last column
+    is repeated.
 
     Args:
         spans: the columns of each span in each text, by the name of the span.

@@ -21,7 +21,7 @@ def tokens_of_pairs(
     answers: Any,
     spans: Mapping[str, Any] | Sequence[str],
 ) -> tuple[Any, Mapping[str, Any], Mapping[str, Any] | None]:
-    """Return the answers of pairs as tokens, and their spans as positions.
+    """Return the answers of pairs as tokens, and their spans as columns.
 
     Args:
         model: the model whose tokenizer converts strings.
@@ -33,8 +33,8 @@ def tokens_of_pairs(
 
     Raises:
         ValueError: if an answer is empty or ambiguous, if a span does not occur exactly
-            once in its text, or if texts without spans have different numbers of tokens. The last
-            error shows the tokens of both texts.
+            once in its text, or if there are no spans and the two texts of a pair have different
+            numbers of tokens.
         UnknownNameError: if a chat has no span with a given name.
         TypeError: if the model cannot read text.
     """
@@ -49,7 +49,7 @@ def tokens_of_pairs(
 
 
 def _is_one_answer(answers: Any) -> bool:
-    """Return True for one answer to every text: a token, or a tuple (right, wrong)."""
+    """Return True if answers are one value for all texts: a string, a token, or a tuple."""
     return isinstance(answers, (str, int, tuple))
 
 
@@ -84,11 +84,11 @@ def answers_of_metric(model: nn.Module, text: Text, metric: Metric | None) -> Co
 
 
 def has_several_tokens(model: nn.Module, texts: Any) -> bool:
-    """Return True if a text, or one of several texts, is several tokens of a model.
+    """Return True if at least one string consists of several tokens.
 
     Args:
         model: the model whose tokenizer converts strings.
-        texts: a text or a token, several of them, or None.
+        texts: a string or a token, or a list or tuple of them, or None.
     """
     if isinstance(texts, str):
         return len(_tokens(of(model, "to_id"), texts)) > 1
@@ -156,8 +156,9 @@ def _answer(model: nn.Module, tokens: list[int], answer: str | int | Tensor) -> 
         answer: the answer as a string, a token, or a tensor of tokens [n].
 
     Raises:
-        ValueError: if the answer is empty, if it is ambiguous, a new word or the rest of the last
-            word, or if its tokens after the text are not the text and the answer.
+        ValueError: if the answer is empty; if it could be both a new word and the rest of the
+            text's last word; or if an answer of several tokens, after the tokens of the text,
+            becomes another string than the text followed by the answer.
     """
     if isinstance(answer, Tensor):
         if answer.ndim > 1 or not answer.numel() or answer.is_floating_point():
@@ -178,7 +179,9 @@ def _answer(model: nn.Module, tokens: list[int], answer: str | int | Tensor) -> 
 
 
 def _new_word_or_rest(language: Any, text: str, answer: str) -> AnswerTokens:
-    """Return the tokens of an answer: of a new word after a text, or of the rest of its last word.
+    """Return the tokens of an answer as a new word after a text, or as the rest of its last word.
+
+    For example, after "the", the answer "m" could be a new word " m", or the end of "them".
 
     Raises:
         ValueError: if the answer could be both.
@@ -190,8 +193,8 @@ def _new_word_or_rest(language: Any, text: str, answer: str) -> AnswerTokens:
         return _tokens(language, answer) if spaced is None else spaced
     if spaced is None or (len(plain) == 1 and len(spaced) > 1):
         return plain
-    # If the text contains the answer as a word, the answer is a new word and not the rest of the
-    # last word.
+    # An answer that occurs in the text as a word is probably meant as this word again, and not as
+    # the rest of the last word.
     is_word_of_text = re.search(rf"\b{re.escape(answer)}\b", text)
     is_only_spaced = len(spaced) == 1 and len(plain) > 1
     if is_word_of_text or is_only_spaced or plain == spaced:
@@ -207,7 +210,7 @@ def _new_word_or_rest(language: Any, text: str, answer: str) -> AnswerTokens:
 
 
 def _as_tokens(tokens: AnswerTokens, answer: str) -> str:
-    """Return the code that passes an answer as tokens, for an error."""
+    """Return an expression for the tokens of an answer, which an error tells the user to write."""
     return f"model.to_id({answer!r})" if len(tokens) == 1 else f"torch.tensor({[*tokens]})"
 
 
@@ -248,8 +251,9 @@ def _columns(model: nn.Module, text: Text, name: str, span: Any, side: int) -> A
         model: the model whose tokenizer converts strings.
         text: the texts.
         name: the name of the span.
-        span: a part for all texts, or a part for each text, or columns. A part is a string, or a
-            tuple (clean part, corrupted part).
+        span: one part for all texts, or a list with a part for each text. A part is a string, or a
+            tuple of strings (clean part, corrupted part). Positions that contain no string are
+            returned unchanged.
         side: 0 for clean texts, 1 for corrupted texts.
     """
     if not is_worded(span):
@@ -282,7 +286,8 @@ def _tokens_inside(model: nn.Module, tokens: list[int], name: str, part: str) ->
     Raises:
         ValueError: if the part does not occur exactly once in the text.
     """
-    # The text up to each token.
+    # The string of a token alone may differ from its part of the text. So a token begins where the
+    # string of all tokens before it ends.
     prefixes = [""]
     for n in range(1, len(tokens) + 1):
         prefixes.append(of(model).to_text(tokens[:n]))
@@ -294,8 +299,8 @@ def _tokens_inside(model: nn.Module, tokens: list[int], name: str, part: str) ->
         )
     part_start = text.index(part)
     part_end = part_start + len(part)
-    # If the bytes of a character are incomplete, the text ends with U+FFFD instead of the
-    # character.
+    # If the tokens so far contain only some bytes of a character, their string ends with U+FFFD in
+    # its place. The character then starts at the first token with some of its bytes.
     starts = [len(prefix.rstrip("\ufffd")) for prefix in prefixes[:-1]]
     ends = [max(len(prefix), 1) for prefix in prefixes[1:]]
     tokens_in_text = enumerate(zip(starts, ends, strict=True))
