@@ -71,6 +71,8 @@ from interp.spectral.weights import ov_circuit as ov_circuit
 from interp.spectral.weights import qk_circuit as qk_circuit
 from interp.spectral.weights import singular_tokens as singular_tokens
 from interp.spectral.weights import token_directions as token_directions
+from interp.steps.receiving import receiver_heads as receiver_heads
+from interp.steps.resampling import resampled as resampled
 from interp.steps.stepping import Steps as Steps
 from interp.steps.suppressing import suppressed as suppressed
 from interp.transformer_lens import hooks_name as hooks_name

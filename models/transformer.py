@@ -1,5 +1,6 @@
 """The transformer. Continue with `block.py`, then `attention.py`, `mlp.py` and `norm.py`."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Unpack
 
@@ -285,6 +286,25 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
         are computed.
         """
         return self.unembed(resid)[:, -last:]
+
+    def continuations(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> list[list[int]]:
+        """Return the new tokens of each prompt; see `models.running.generation.continuations`."""
+        from models.running.generation import continuations
+
+        return continuations(
+            self,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+        )
 
     @property
     def device(self) -> torch.device:

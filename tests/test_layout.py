@@ -190,7 +190,7 @@ PUBLIC = {
         center chat config_of detach evaluate fold_norms from_hf from_transformer_lens generate generate_text load load_tokenizer
         next_token_loss register row_generator sample_batch save scaled_dot_product_attention train_test_split
         generate_steps train skip_token_checks verify""",
-    "interp": """Circuit FactoredMatrix JacobianLens LanguageModel Metric Pairs Result Steps suppressed
+    "interp": """Circuit FactoredMatrix JacobianLens LanguageModel Metric Pairs Result Steps suppressed receiver_heads resampled
         TunedLens accumulated_logits accuracy activation_patching apply_norm
         acdc attribution_graph attribution_patching circuit_auroc circuits compare_effects completeness composition_scores
         copying_scores cross_entropy circuit_curve decompose direct_logit_attribution

@@ -1,13 +1,14 @@
 """Pictures of caches, texts, lenses, results, circuits and curves. Each function returns a `View`.
 
 A notebook displays a `View`. It has `.save("x.html")`, `.show()` and, for plots, `.figure`. Read
-`view` (the page) and `parts` (the parts that its script draws) first; `texts`, `tables`, `graphs`
-and `objects` make views. Matplotlib figures, in `figure` and `matplotlib_figures`, need the extra
-`plots`, so these files are imported only when a figure is drawn.
+`view` (the page) and `parts` (the parts that its script draws) first; `texts`, `stepped`, `tables`,
+`graphs` and `objects` make views. Matplotlib figures, in `figure` and `matplotlib_figures`, need
+the extra `plots`, so these files are imported only when a figure is drawn.
 """
 
 from hooks.base import missing_name as _missing_name
 from interp.plots.graphs import attribution, circuit, features
+from interp.plots.stepped import steps
 from interp.plots.tables import curves, effects, image, together
 from interp.plots.texts import lens, patterns, text
 from interp.plots.view import Shown, View
@@ -23,6 +24,7 @@ __all__ = [
     "image",
     "lens",
     "patterns",
+    "steps",
     "text",
     "together",
 ]

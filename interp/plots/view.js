@@ -1,4 +1,4 @@
-// Draws the parts of a page from the numbers in its element `data`. A part is a grid, text, bars, a histogram, lines, a network or an attribution graph.
+// Draws the parts of a page from the numbers in its element `data`. A part is a grid, text, steps, bars, a histogram, lines, a network or an attribution graph.
 "use strict";
 const page = JSON.parse(document.getElementById("data").textContent);
 const make = (tag, name = "", text = "") => Object.assign(document.createElement(tag), { className: name, textContent: text });
@@ -267,6 +267,44 @@ function text(part, box) {
     }));
     spots(strip, [...flow.children], i => [`${told(values[i])} ${part.unit}`, [["token", part.tokens[i]], ["position", part.first + i], ...(part.tips?.[i] ?? [])]]);
   };
+  return { redraw };
+}
+
+// The steps of a text. With a matrix of effects, a click on a step colours the later steps by its effects on them.
+function steps(part, box) {
+  const start = numbers(part.start), values = part.values ? numbers(part.values) : null, count = part.words.length;
+  const key = make("div"), strip = make("div", "text steps"), flow = strip.appendChild(make("div"));
+  let chosen = -1;
+  const value = i => chosen < 0 ? start[i] : values[chosen * count + i];
+  const nodes = part.words.map((word, i) => {
+    const span = make("span", "", word);
+    span.onclick = () => choose(i);
+    return span;
+  });
+  strip.setAttribute("role", "application");
+  strip.setAttribute("aria-label", `${part.title}; arrow keys move from step to step${values ? ", Enter shows the effects of a step" : ""}`);
+  flow.replaceChildren(...nodes);
+  box.append(make("p", "note", part.says), key, strip);
+  const redraw = () => {
+    const row = values ? [...values.slice(chosen * count, (chosen + 1) * count)].filter(Number.isFinite) : [];
+    const limit = chosen < 0 ? part.limit : Math.max(...row.map(Math.abs), 0) || 1;
+    key.replaceChildren(legend({ ...part, limit }));
+    nodes.forEach((span, i) => {
+      const colour = Number.isNaN(value(i)) ? colours.paper : paint(value(i), limit);
+      Object.assign(span.style, { background: css(colour), color: onto(colour) });
+      span.classList.toggle("changed", i === chosen);
+    });
+  };
+  function choose(i) {
+    if (!values) return;
+    chosen = chosen === i ? -1 : i;
+    redraw();
+  }
+  const of = () => chosen < 0 ? "" : ` of step ${part.first + chosen}`;
+  spots(strip, nodes, i => [Number.isNaN(value(i)) ? `step ${part.first + i}` : `${told(value(i))} ${part.unit}${of()}`, [["step", part.first + i], ["text", short(part.words[i], 60)]]]);
+  strip.addEventListener("keydown", event => {
+    if (event.key === "Enter") choose(nodes.findIndex(node => node.classList.contains("here")));
+  });
   return { redraw };
 }
 
@@ -609,7 +647,7 @@ function attribution(part, box) {
   return { redraw };
 }
 
-const kinds = { grid, text, bars, histogram, lines, network, attribution };
+const kinds = { grid, text, steps, bars, histogram, lines, network, attribution };
 readColours();
 const parts = page.parts.map((part, i) => {
   const box = document.querySelector(`[data-part="${i}"]`);

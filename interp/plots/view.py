@@ -1,7 +1,7 @@
 """View: a picture as one page of HTML, which needs no other file and no network.
 
-1. A picture is a list of parts, `grid`, `text`, `bars`, `histogram`, `lines`, `network` or
-   `attribution`, with their numbers as tensors.
+1. A picture is a list of parts, `grid`, `text`, `steps`, `bars`, `histogram`, `lines`,
+   `network` or `attribution`, with their numbers as tensors.
 2. The numbers become typed arrays in base64. They are exact or, in a page larger than `BUDGET`,
    have 8 bits.
 3. The page contains them as JSON, with a style and a script. Its content security policy contains
@@ -315,6 +315,8 @@ def _height(part: Mapping[str, Any]) -> int:
         return 140
     if part["kind"] == "attribution":
         return 820
+    if part["kind"] == "steps":
+        return min(400, 110 + sum(map(len, part["words"])) // 3)
     if part["kind"] == "text":
         return min(400, 80 + sum(map(len, part["tokens"])) // 3)
     return 640 if part.get("strip") else 460

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from hooks.base import Text, Texts, is_one_text, require_kind, shown, writer_of
+from interp import plots
 from interp.inputs.texts import padded, text_for
 from interp.protocol import of
+from interp.results.result import Result
 from interp.steps.spans import (
     Offsets,
     part_starts,
@@ -22,6 +24,7 @@ from interp.steps.spans import (
     starts_of_tokens,
     word_starts,
 )
+from interp.steps.writing import writer
 
 _RULES = {"sentence": sentence_starts, "word": word_starts}
 
@@ -50,10 +53,13 @@ class Steps:
         model: the model whose tokenizer reads the text.
         prompt: the text before the answer: a string, a list of tokens, or a chat from
             `models.chat`.
-        answer: the text that follows the prompt, as a string or a list of tokens; "" for none. Two
-            strings are read together, as one text.
+        answer: the text that follows the prompt, as a string or a list of tokens; "" for no answer.
+            Two strings are read together, as one text. Default: None; the model writes the most
+            probable answer.
         by: `sentence`, `word` or `turn`; or the texts of your own steps, in order; or their token
             positions, as ranges. Text between two of your texts belongs to the earlier step.
+        max_new_tokens: the largest number of tokens of an answer that the model writes. Default:
+            200.
 
     Attributes:
         text: the tokens of the whole text, a `Text` of one row.
@@ -65,7 +71,7 @@ class Steps:
         by: the kind of the steps: `sentence`, `word`, `turn` or `span`.
 
     Raises:
-        TypeError: if the model cannot write text.
+        TypeError: if the model cannot write text, or cannot generate the answer.
         ValueError: if the prompt is several texts or has no tokens, if your spans do not contain
             all tokens in order or the answer does not begin one of them, or if `turn` is chosen for
             a text that is not a chat.
@@ -86,9 +92,18 @@ class Steps:
     by: str
 
     def __init__(
-        self, model: nn.Module, prompt: Texts, answer: Any = "", by: By = "sentence"
+        self,
+        model: nn.Module,
+        prompt: Texts,
+        answer: Any = None,
+        by: By = "sentence",
+        *,
+        max_new_tokens: int = 200,
     ) -> None:
-        tokens, first, turns = _read(model, prompt, answer)
+        tokens, first, turns = _read(model, prompt, "" if answer is None else answer)
+        if answer is None:
+            [added] = writer(model)([tokens], max_new_tokens=max_new_tokens)
+            tokens = [*tokens, *added]
         self.tokens = tokens
         self.text = padded([tokens], model, range(1))
         self.by = by if isinstance(by, str) else "span"
@@ -105,6 +120,18 @@ class Steps:
 
     def __len__(self) -> int:
         return len(self.spans)
+
+    def view(self, result: Result) -> plots.View:
+        """Return a picture of the text, with a colour for each step; see `interp.plots.steps`.
+
+        Args:
+            result: the result of `suppressed`, or an importance of `resampled`, such as
+                `effects.select(importance="resampling")`.
+
+        Raises:
+            ValueError: if the result is not of these steps.
+        """
+        return plots.steps(self.words, result)
 
     def __repr__(self) -> str:
         answer = f", answer from {self.first_answer}" if self.first_answer < len(self) else ""
@@ -159,7 +186,7 @@ def _read(model: nn.Module, prompt: Any, answer: Any) -> _Read:
 
 
 def _turns(text: Text) -> list[int]:
-    """Return the position after the last token of each message. Other texts have none.
+    """Return the position after the last token of each message; empty without messages.
 
     The spans of a chat are the positions of each message, by its number and by its role.
     """
@@ -203,7 +230,7 @@ def _spans(offsets: Offsets, first: int, by: By, turns: Sequence[int]) -> list[t
     elif by and all(isinstance(part, str) for part in by):
         spans = spans_of_tokens(offsets.starts, part_starts(offsets.text, [*map(str, by)]))
     else:
-        raise ValueError(f"the spans of by must be all strings or all ranges; got {shown(by)}")
+        raise ValueError(f"by must contain only strings or only ranges; got {shown(by)}")
     _require_answer(spans, first, n_tokens)
     return spans
 
@@ -225,9 +252,7 @@ def _require_answer(spans: Sequence[tuple[int, int]], first: int, n_tokens: int)
         ValueError: if it does not. The error names the position.
     """
     if first not in {n_tokens, *(start for start, _ in spans)}:
-        raise ValueError(
-            f"the answer must begin a span of by; got no span that begins at token {first}"
-        )
+        raise ValueError(f"the answer must begin a step; got no step that begins at token {first}")
 
 
 def _words(offsets: Offsets, spans: Sequence[tuple[int, int]]) -> list[str]:
@@ -253,5 +278,5 @@ def _own_spans(by: Any, n_tokens: int) -> list[tuple[int, int]]:
         end = span.stop
         spans.append((span.start, end))
     if end != n_tokens:
-        raise ValueError(f"the spans of by must contain all {n_tokens} tokens; got {end}")
+        raise ValueError(f"by must contain the ranges of all {n_tokens} tokens; got {end} tokens")
     return spans

@@ -4,8 +4,8 @@ The algorithm (Bogdan et al. 2025, "Thought Anchors", arXiv 2506.19143, section 
 
 1. Run the model once. Keep the stream before each block, and the keys and values (`_Base`).
 2. For each step, block attention from all later positions to the keys of the step, in the chosen
-   layers and heads. Begin at the first position after the step and at the first chosen layer,
-   because nothing before them changes (`_Base.stream`).
+   layers and heads. Begin after the step and at the first chosen layer, because earlier
+   values do not change (`_Base._resumed`).
 3. At each of these positions, compute the divergence of the next-token distribution from the
    unedited run. Unembed some positions at a time (`_Base.divergences`).
 4. Average the divergences over the tokens of each later step (`_means`).
@@ -172,7 +172,7 @@ class _Base:
             piece = slice(start, start + self.n_at_once)
             expected = at_least_float32(self._logits(unedited[:, piece])).log_softmax(-1)
             predicted = at_least_float32(self._logits(edited[:, piece])).log_softmax(-1)
-            # Rounding makes some divergences slightly negative.
+            # Rounding may make a divergence negative.
             found = divergence(expected, predicted)[0].clamp(min=0)
             values[first + start : first + start + found.shape[0]] = to_device(found, values.device)
         return values

@@ -43,6 +43,7 @@ from models.attached.settings import AttachSettings
 from models.attached.stacks import Stack, Tower, absent_parts, unembed_of
 from models.attached.view import PlainView
 from models.attached.wires import restore_methods
+from models.attached.writing import continuations
 from models.checkpoints.huggingface import from_memory
 from models.checkpoints.huggingface.families import FAMILIES
 from models.mode import mode
@@ -390,6 +391,23 @@ class Attached(ReadsText):
             if any(map(is_listened_to, inside(module))):
                 return self.unembed(resid)[:, -last:]
         return self.unembed(resid[:, -last:])
+
+    def continuations(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> list[list[int]]:
+        """Return the new tokens of each prompt; see `models.attached.writing.continuations`."""
+        return continuations(
+            self,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+        )
 
     def plain(self) -> Transformer | PlainView:
         """Return the model as a plain transformer, or as a `PlainView`.

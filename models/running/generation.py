@@ -9,7 +9,8 @@
    repeat step 3.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import index
@@ -35,6 +36,7 @@ from hooks.base import (
     uncompiled,
     without_gradients,
 )
+from hooks.shared import is_listened_to
 from models.running.kvcache import KVCache
 from models.running.prompts import IN_TRAINING, check_prompts, prompts_as_text
 from models.running.sampling import Sampling, row_generator
@@ -256,6 +258,81 @@ def generate_steps(
         stop=stops,
         count=max_new_tokens,
     )
+
+
+@without_gradients
+def continuations(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> list[list[int]]:
+    """Return the new tokens of each prompt, without the token that ends a row.
+
+    Rows end at the end-of-text tokens of the config and the tokenizer. The model reads the common
+    beginning of the prompts only once, so many draws after one long text are cheap. The tokens are
+    the tokens of `generate`, up to rounding.
+
+    Args:
+        model: a model in evaluation mode.
+        prompts: the tokens of each prompt.
+        max_new_tokens: the largest number of new tokens.
+        temperature: see `Sampling`.
+        seed: the seed of random draws; see `generate_steps`.
+
+    Raises:
+        ValueError: see `generate_steps`.
+
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> prompts = [model.encoded("impor"), model.encoded("impor")]
+    >>> [model.to_text(new) for new in continuations(model, prompts, max_new_tokens=1)]
+    ['t', 't']
+    """
+    texts = [[*prompt] for prompt in prompts]
+    ends = {*model.config.eos_token_ids, *getattr(model.tokenizer, "eos_token_ids", ())}
+    stops = sorted(token for token in ends if token < model.config.vocab_size)
+    sampling = Sampling(temperature=temperature)
+    check_prompts(model, texts, stops=stops, new=max_new_tokens, max_context=None)
+    # Hooks may edit rows differently, and a window would count padding between tokens.
+    may_share = not any(model.config.windows) and not is_listened_to(model)
+    n_shared = _common_length(texts) if may_share else 0
+    tokens, mask = Text.padded([torch.tensor(text[n_shared:]) for text in texts], side="left")
+    end = n_shared + tokens.shape[1] + max_new_tokens
+    device = model.token_embedding.weight.device
+    cache = KVCache(end)
+    if n_shared:
+        shared = to_device(torch.tensor([texts[0][:n_shared]]), device)
+        _last_logits(model, cache, None, 1024, shared)
+        cache.repeat(len(texts))
+    if mask is not None:
+        before = mask.new_ones(len(mask), n_shared)
+        after = mask.new_ones(len(mask), max_new_tokens)
+        mask = to_device(torch.cat([before, mask, after], 1), device)
+    drawn_on = model.unembedding.weight.device
+    steps = _steps(
+        model,
+        partial(_last_logits, model, cache, mask, 1024),
+        tokens=to_device(tokens, device),
+        sampling=sampling,
+        generators=[row_generator(seed, row, drawn_on) for row in range(len(texts))],
+        stop=stops,
+        count=max_new_tokens,
+    )
+    new = torch.stack([step.tokens for step in steps], 1).tolist()
+    rows = []
+    for added in new:
+        rows.append([*itertools.takewhile(lambda token: token not in ends, added)])
+    return rows
+
+
+def _common_length(texts: Sequence[list[int]]) -> int:
+    """Return the number of tokens that all texts begin with. Each text keeps its last token."""
+    columns = itertools.takewhile(lambda column: len({*column}) == 1, zip(*texts, strict=False))
+    shortest = min(map(len, texts))
+    return min(sum(1 for _ in columns), shortest - 1) if len(texts) > 1 else 0
 
 
 def _as_stops(stop: Any) -> list[int]:

@@ -76,6 +76,21 @@ class KVCache:
         n_new = end - self.mask.shape[1]
         return torch.cat([self.mask, self.mask.new_ones(len(self.mask), n_new)], 1)
 
+    def repeat(self, n: int) -> None:
+        """Repeat the only row, so that the next call may have `n` rows that continue it.
+
+        Args:
+            n: the number of rows.
+
+        Raises:
+            ValueError: if the cache has several rows, or a mask.
+        """
+        require_integer("n", n)
+        if self.mask is not None or any(layer.batch != 1 for layer in self.layers):
+            raise ValueError("repeat() needs a cache of one row without padding; got another cache")
+        for layer in self.layers:
+            layer.repeat(n)
+
     def reserve(self, config: TransformerConfig, batch: int, new: int) -> None:
         """Check that `new` more positions fit. The first call also makes the layers.
 
@@ -175,6 +190,11 @@ class LayerCache:
         self._values.narrow(2, start - self._first, end - start).copy_(v)
         reached = (2, oldest - self._first, end - oldest)
         return self._keys.narrow(*reached), self._values.narrow(*reached)
+
+    def repeat(self, n: int) -> None:
+        """Repeat the only row of the keys and values `n` times."""
+        self._keys = self._keys.repeat(n, 1, 1, 1)
+        self._values = self._values.repeat(n, 1, 1, 1)
 
     def _make_room(self, oldest: int, start: int, end: int, like: Tensor) -> None:
         """Move the keys and values to new buffers that have space until `end` or further.

@@ -83,10 +83,10 @@ def test_own_spans(model):
         (["If", "nothing"], "occur after"),
         (["it is"], "begin the text"),
         ([range(3), range(4, n_tokens)], "begins at 3"),
-        ([range(3)], "contain all"),
+        ([range(3)], "all"),
         ([range(0, n_tokens, 2)], "range of token positions"),
-        ([range(3), "If"], "all strings or all ranges"),
-        ([], "all strings or all ranges"),
+        ([range(3), "If"], "only strings or only ranges"),
+        ([], "only strings or only ranges"),
         ("letter", "'sentence', 'word', 'turn'"),
         ("turn", "chat"),
     ]
@@ -95,7 +95,7 @@ def test_own_spans(model):
             Steps(model, text, "", by=by)
     with pytest.raises(TypeError):
         Steps(model, text, "", by=3)
-    with pytest.raises(ValueError, match="answer must begin"):
+    with pytest.raises(ValueError, match="answer must begin a step"):
         Steps(model, text, " More.", by=["If", " then"])
 
 

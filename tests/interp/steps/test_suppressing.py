@@ -15,77 +15,22 @@ from hooks import EditError, HookedRunner, ModeError, UnknownNameError
 from hooks.base import peak_bytes
 from interp import Steps, suppressed
 from models import Transformer, TransformerConfig, attach, from_hf, load
+from tests.interp.steps.masked import (
+    D_MODEL,
+    HEADS,
+    LAYERS,
+    POS,
+    VOCAB,
+    by_masks,
+    gpt2,
+    llama,
+    random_model,
+)
 from tests.reference import ROTARY, randomised
 
-LAYERS, HEADS, POS, VOCAB, D_MODEL = 3, 4, 17, 31, 24
 TOKENS = torch.randint(VOCAB, (POS,), generator=torch.Generator().manual_seed(0)).tolist()
 # The steps have different lengths, and the last one has only one token.
 SPANS = [range(0, 3), range(3, 8), range(8, 10), range(10, 16), range(16, 17)]
-
-
-def gpt2():
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=19,
-        n_layer=LAYERS,
-        n_head=HEADS,
-        n_embd=D_MODEL,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def llama():
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        max_position_embeddings=19,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=2,
-        hidden_size=D_MODEL,
-        intermediate_size=27,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def random_model(make):
-    """Return a model of `transformers` with enlarged weights, so that effects are large too."""
-    torch.manual_seed(0)
-    model = make().eval().requires_grad_(False)
-    model.set_attn_implementation("eager")
-    for parameter in model.parameters():
-        parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model
-
-
-def by_masks(model, tokens, spans):
-    """Return the effects [step, later]: the mean KL divergence at each later step's tokens.
-
-    For each hidden step, the whole text runs once in a model of `transformers`, with a 4-D mask
-    that hides the step from all later tokens.
-    """
-    tokens = torch.tensor([tokens])
-    n = tokens.shape[1]
-
-    def log_probs(visible):
-        mask = torch.zeros(1, 1, n, n).masked_fill(~visible, torch.finfo(torch.float32).min)
-        with torch.no_grad():
-            logits = model(tokens, attention_mask=mask, position_ids=torch.arange(n)[None]).logits
-        return logits[0].double().log_softmax(-1)
-
-    causal = torch.ones(n, n, dtype=torch.bool).tril()
-    base = log_probs(causal)
-    effects = torch.zeros(len(spans), len(spans), dtype=torch.double)
-    for row, hidden in enumerate(spans):
-        visible = causal.clone()
-        visible[hidden.stop :, hidden.start : hidden.stop] = False
-        edited = log_probs(visible)
-        for column, later in enumerate(spans):
-            # The model predicts token t at position t - 1.
-            terms = [(base[t - 1].exp() * (base[t - 1] - edited[t - 1])).sum() for t in later if t]
-            effects[row, column] = sum(terms) / len(terms)
-    return effects
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])

@@ -152,6 +152,55 @@ def test_greedy_matches_transformers():
             assert row == expected[0].tolist()
 
 
+SHARED = [[3, 1, 4, 1, 5, 9, 2], [3, 1, 4, 6], [3, 1, 4], [3, 1, 4, 1, 8]]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_continuations_read_a_common_beginning_once(form, monkeypatch):
+    model = build(form)
+    forward = model.forward
+    for prompts, shared in ((SHARED, 2), ([SHARED[0]] * 3, 6), (PROMPTS, 0), (SHARED[:1], 0)):
+        expected = [continued(model, prompt)[len(prompt) :] for prompt in prompts]
+        lengths = []
+
+        def noted(tokens, lengths=lengths, **options):
+            lengths.append(tokens.shape[1])
+            return forward(tokens, **options)
+
+        # A hook would count as an edit that may differ between rows.
+        with monkeypatch.context() as patched:
+            patched.setattr(model, "forward", noted)
+            assert model.continuations(prompts, max_new_tokens=NEW) == expected
+        if shared and "window" not in form:
+            longest = max(map(len, prompts))
+            assert lengths == [shared, longest - shared] + [1] * (NEW - 1)
+        else:
+            assert len(lengths) == NEW
+        drawn = model.continuations(prompts, max_new_tokens=NEW, temperature=0.9, seed=5)
+        rows = generate(model, prompts, max_new_tokens=NEW, temperature=0.9, seed=5)
+        assert [[*p, *new] for p, new in zip(prompts, drawn, strict=True)] == rows
+
+
+def test_continuations_end_before_the_stop_token_and_obey_hooks():
+    prompt = SHARED[0]
+    whole = continued(build(), prompt)[len(prompt) :]
+    config = TransformerConfig(**SIZES, eos_token_ids=(whole[3],))
+    model = Transformer(config).eval()
+    model.load_state_dict(build().state_dict())
+    first = whole.index(whole[3])
+    assert model.continuations([prompt, prompt], max_new_tokens=NEW) == [whole[:first]] * 2
+
+    def second_row(value, point):
+        value[1] = 0
+
+    runner = HookedRunner(build())
+    with runner.hooks({"blocks.1.mlp_out": second_row}):
+        ours = build().continuations([prompt, prompt], max_new_tokens=NEW)
+        rows = generate(build(), [prompt, prompt], max_new_tokens=NEW)
+    assert ours == [row[len(prompt) :] for row in rows]
+    assert ours[0] == whole != ours[1]
+
+
 # Sampled.
 
 
