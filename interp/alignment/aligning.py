@@ -148,6 +148,9 @@ def align(
     text. The run should predict `answers`, the answers of the causal model with the variable from
     the clean text. Such an answer may differ from the answers of both texts.
 
+    By default, the part of the clean run replaces the part of the corrupted run
+    (`direction="denoising"`). Analyses of circuits do the reverse by default.
+
     Args:
         model: any model with hook points, in evaluation mode. Its weights do not change.
         pairs: the training pairs. They need answers: the right token, or the right and the wrong

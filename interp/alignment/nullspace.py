@@ -131,6 +131,9 @@ def null_spaces(
     as `W_out` at `mlp.post`, the directions that are read are the span of the columns of these
     weights.
 
+    By default, the part of the clean run replaces the part of the corrupted run
+    (`direction="denoising"`). Analyses of circuits do the reverse by default.
+
     Args:
         model: any model with hook points, in evaluation mode.
         pairs: the texts and the metric.

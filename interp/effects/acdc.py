@@ -51,6 +51,9 @@ def acdc(
     The distance is KL(whole model || circuit), the mean over the pairs. Each test is one run.
     Thresholds share a test if all earlier decisions were the same.
 
+    By default, corrupted values replace values of the clean run (`direction="noising"`). Activation
+    and attribution patching do the reverse by default.
+
     Args:
         model: a model that has a `Graph`, in evaluation mode.
         pairs: the texts; answers are not needed.

@@ -76,6 +76,9 @@ def edge_attribution(
     Besides the gradients, the memory contains one residual stream for each writer: the stream of
     one example, or, for `eap_ig_activations`, of all examples.
 
+    By default, corrupted values replace values of the clean run (`direction="noising"`). Activation
+    and attribution patching do the reverse by default.
+
     Args:
         model: a model that has a `Graph`. Its weights need no gradients and receive none.
         pairs: see `activation_patching`. Their metric must be differentiable.

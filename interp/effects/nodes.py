@@ -34,6 +34,9 @@ def node_effects(
     the sign of the direct effect, later nodes repair the change (McGrath et al. 2023, "The Hydra
     Effect").
 
+    By default, corrupted values replace values of the clean run (`direction="noising"`). Activation
+    and attribution patching do the reverse by default.
+
     Args:
         model: a model that has a `Graph`, in evaluation mode.
         pairs: the texts, and their metric.

@@ -45,6 +45,9 @@ def activation_patching(
     are necessary for the answer (Heimersheim & Nanda 2024, "How to use and interpret activation
     patching").
 
+    By default, clean values replace values of the corrupted run (`direction="denoising"`). Analyses
+    of nodes, edges, paths and circuits do the reverse by default.
+
     Args:
         model: any model with the usual points.
         pairs: clean texts with the right answer, corrupted texts with another answer, and the

@@ -38,6 +38,9 @@ def edge_patching(
     fixes them: the two functions agree unless a receiver is upstream of another receiver. With
     recomputed MLPs, `path_patching` also counts the paths through MLPs.
 
+    By default, corrupted values replace values of the clean run (`direction="noising"`). Activation
+    and attribution patching do the reverse by default.
+
     Args:
         model: a model that has a `Graph`, in evaluation mode.
         pairs: see `activation_patching`.
@@ -105,6 +108,9 @@ def path_patching(
     other heads, and records the values of the receivers. The second run replaces the values of the
     receivers by the recorded values, and computes everything after them again. So each receiver is
     fixed, even if it is downstream of another receiver; `edge_patching` fixes no receiver.
+
+    By default, corrupted values replace values of the clean run (`direction="noising"`). Activation
+    and attribution patching do the reverse by default.
 
     Args:
         model, pairs, direction, source, split_embeddings, max_bytes: see `edge_patching`.

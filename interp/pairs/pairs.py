@@ -125,6 +125,11 @@ class Pairs(plots.Shown):
         per_token: whether to divide the log-probability of an answer of several tokens by its
             number of tokens. Default: False.
 
+    Use `clean` and `corrupted` for tokens or strings. Functions of your own that run a model need
+    the mask and the other inputs too: after `read_by(model)`, `text` is the clean text with them,
+    `other` is the corrupted text, and `texts(direction)` returns both, first the text whose run is
+    edited.
+
     Attributes:
         is_read: whether texts, answers and spans are tokens and positions, as in the result of
             `read_by`.

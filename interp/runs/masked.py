@@ -79,6 +79,9 @@ def run_circuit(
     the source run. A run takes one forward pass for any number of edges. The output of a node is
     computed from the stream that its readers see.
 
+    By default, corrupted values replace values of the clean run (`direction="noising"`). Activation
+    and attribution patching do the reverse by default.
+
     Args:
         model: a model that has a `Graph`, in evaluation mode.
         pairs: the texts. Corrupted texts are needed if the source is `pair`.
