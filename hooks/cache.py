@@ -16,6 +16,7 @@ from hooks import names
 from hooks.base import (
     HintsAtNames,
     Index,
+    explains_calls,
     require_device,
     require_room,
     shown,
@@ -119,7 +120,10 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
                 name = self._layered(short, layer)
             case _:
                 form = "a name or a (short name, layer) pair, such as ('ln1.scale', 0)"
-                raise TypeError(f"a key must be {form}; got {shown(key)}")
+                hint = "; layer -1 is the last"
+                if isinstance(key, tuple) and not isinstance(key[0], str):
+                    hint = "; cache.at(pos=-1) selects a position of all values"
+                raise TypeError(f"a key must be {form}; got {shown(key)}{hint}")
         if name not in self._values:
             if name in self.skipped:
                 raise UnknownNameError(f"{name!r} was skipped: {self.skipped[name]}")
@@ -245,6 +249,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         """
         return (self.read(name)[0] for name in self.layer_names(short).values())
 
+    @explains_calls
     def stack(self, short: str) -> Shaped[Tensor, "layer ..."]:
         """Return the values of all `layers`, stacked: [layer, ...].
 
@@ -308,7 +313,10 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         known = set().union(*(self.axes(name) for name in self))
         for axis in where:
             if axis not in known:
-                raise unknown_name(axis, sorted(known), "axis of any value in this cache")
+                error = unknown_name(axis, sorted(known), "axis of any value in this cache")
+                if axis in ("layer", "layers"):
+                    error.args = (f"{error.args[0]}: cache['resid_post', 2] has a layer",)
+                raise error
         if "pos" in where and "query" in known:
             where = {"query": where["pos"], **where}
         chosen = Slice(where, self._masks)
@@ -338,6 +346,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         """
         return self._masks.along(axis, name)
 
+    @explains_calls
     def to(self, target: torch.device | torch.dtype | str) -> "ActivationCache":
         """Return a cache on another device, or in another floating dtype.
 

@@ -271,6 +271,8 @@ def edited_points(
         if not callable(hook):
             several = "several are pairs: [(point, first), (point, second)]"
             hint = f"; {several}" if isinstance(hook, list | tuple) else ""
+            if isinstance(hook, Tensor):
+                hint = "; interp.edits.replace(tensor) writes a tensor"
             raise TypeError(
                 f"the hook at {selector!r} must be one function; got {shown(hook)}{hint}"
             )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from torch import Tensor, nn
 
 from hooks.base import layer_of, unknown_point
-from hooks.base.errors import UnknownNameError
+from hooks.base.errors import UnknownNameError, unknown_name
 from hooks.base.hints import how_to_mark
 from hooks.base.paths import LAYER
 from hooks.modes import LAST_PARTS, Mode
@@ -94,7 +94,11 @@ def _matching(
         raise UnknownNameError(f"{described} matches no hook point of this model{hint}")
     if part in list(Mode):
         raise UnknownNameError(f"no hook point is named {part!r}; did you mean mode={part!r}?")
-    raise unknown_point(part, points or known, "hook point")
+    error = unknown_point(part, points or known, "hook point")
+    plain = unknown_name(part, (), "hook point").args
+    if error.args == plain and not error.close_matches:
+        error.args = (f"{error.args[0]} (HookedRunner(model).table() lists all names)",)
+    raise error
 
 
 def _of_mode(mode: Mode, points: Mapping[str, Point]) -> list[str]:

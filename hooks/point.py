@@ -8,13 +8,21 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from hooks.base import FakeTensor, carried, is_whole, layer_of, require_kind, tensors_in
+from hooks.base import (
+    FakeTensor,
+    HintsAtNames,
+    carried,
+    is_whole,
+    layer_of,
+    require_kind,
+    tensors_in,
+)
 from hooks.base._torch import Identity
 from hooks.base.errors import HookError
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
+class Point(HintsAtNames):
     """A place in a model where hooks can be registered.
 
     Attributes:

@@ -23,6 +23,61 @@ _MAKERS = {
     "Direction": "interp.directions.difference_of_means gives one",
 }
 
+_HUB = "load_sae('owner/repository/folder') downloads a dictionary from the hub"
+_LAYER = "name the layer in site=, such as site='blocks.2.resid_post'"
+_ARGUMENTS = {
+    "splice.*": "several dictionaries are one mapping, {point: dictionary}",
+    "Result.mean.axis": "mean() is over examples; result.values.mean(dim) is over an axis",
+    "Result.mean.dim": "mean() is over examples; result.values.mean(dim) is over an axis",
+    "Result.mean.*": "mean() is over examples; result.values.mean(dim) is over an axis",
+    "Pairs.*": "answers are one argument: Pairs(clean, corrupted, (right, wrong))",
+    "ov_circuit.*": "select afterwards: ov_circuit(model)[layer, head]",
+    "qk_circuit.*": "select afterwards: qk_circuit(model)[layer, head]",
+    "load_sae.release": _HUB,
+    "load_sae.sae_id": _HUB,
+    "load_sae.device": "move it afterwards: load_sae(path).to(device)",
+    "logit_lens.layers": "the readout has all layers",
+    "logit_lens.layer": "the readout has all layers",
+    "attention_attribution.layer": "use head=(layer, head)",
+    "probe.layer": _LAYER,
+    "difference_of_means.layer": _LAYER,
+    "erasure.layer": _LAYER,
+    "direct_logit_attribution.tokens": "use right= and wrong=",
+    "direct_logit_attribution.answers": "use right= and wrong=",
+    "Result.top.abs": "places are sorted by the absolute value of the mean effect",
+    "mean.reference": "such as edits.mean(cache, across=('batch', 'pos'), head=0)",
+    "replace.source": "such as edits.replace(cache, head=0)",
+    "add.vector": "such as edits.add(direction, scale=2.0)",
+    "patterns.cache": "patterns(model, cache)",
+}
+_SELECT = "result.select(layer=3), or result.values"
+_ATTRIBUTES = {
+    "Result.dims": "result.axes",
+    "Result.ndim": "len(result.axes)",
+    "Result.sort": "result.top(k)",
+    "Result.max": "result.top(1)",
+    "Result.argmax": "result.top(1)",
+    "Result.topk": "result.top(k)",
+    "Result.numpy": "result.values.numpy()",
+    "Result.tolist": "result.values.tolist()",
+    "Result.squeeze": _SELECT,
+    "Result.loc": _SELECT,
+    "Result.iloc": _SELECT,
+    "load_result": "interp.Result.load(path)",
+    "Direction.shape": "direction[name].shape; direction[name] is the vector at a point",
+    "Direction.norm": "direction[name].norm(); direction.unit() has vectors of length 1",
+    "Direction.vector": "direction[name], the vector at a point",
+    "Dictionary.cfg": "the dictionary itself: sae.reads, sae.d_in, sae.n_features, sae.activation",
+    "Dictionary.point": "sae.reads, the point that the dictionary reads",
+    "Dictionary.run_with_cache": (
+        "with interp.splice(model, sae) as runner: runner.run_with_cache(text)"
+    ),
+    "Dictionary.hook_name": "sae.reads, the point that the dictionary reads",
+    "Circuit.edges": "list(circuit)",
+    "Graph.nodes": "graph.writers and graph.readers",
+    "Activations.shape": "len(store), the number of rows, and store.names",
+}
+
 
 def _features_hint(name: str, known: Collection[str], what: str) -> UnknownNameError | None:
     """Return the error for the name of features; None for other names.
@@ -37,4 +92,9 @@ def _features_hint(name: str, known: Collection[str], what: str) -> UnknownNameE
     return error
 
 
-HINTS = Hints(names=(transformer_lens.name_hint, _features_hint), makers=_MAKERS)
+HINTS = Hints(
+    names=(transformer_lens.name_hint, _features_hint),
+    makers=_MAKERS,
+    attributes=_ATTRIBUTES,
+    arguments=_ARGUMENTS,
+)

@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from hooks.base import at_least_float32, require_kind, shown
+from hooks.base import at_least_float32, explains_calls, require_kind, shown
 from interp.inputs.token_positions import Mask, Position, last_real
 
 Metric = Callable[[Float[Tensor, "batch pos vocab"]], Shaped[Tensor, " batch"]]
@@ -212,6 +212,7 @@ def evaluate(
     return values
 
 
+@explains_calls
 def measure(
     metric: Metric,
     logits: Float[Tensor, "batch pos vocab"],

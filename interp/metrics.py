@@ -9,7 +9,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.base import Selection, Texts, at_least_float32, real_of, require_kind, to_device
+from hooks.base import (
+    Selection,
+    Texts,
+    at_least_float32,
+    explains_calls,
+    real_of,
+    require_kind,
+    to_device,
+)
 from interp.inputs.texts import text_for
 from interp.inputs.token_positions import (
     Mask,
@@ -29,6 +37,7 @@ from interp.numbers.precision import divergence
 _LAST = Selection(-1)
 
 
+@explains_calls
 def logit_diff(right: "SeveralTokens", wrong: "SeveralTokens", pos: "Tokens" = -1) -> Metric:
     """Return a metric: the logit of the right token minus the logit of the wrong token, in logits.
 
@@ -56,6 +65,7 @@ def logit_diff(right: "SeveralTokens", wrong: "SeveralTokens", pos: "Tokens" = -
     return _of_tokens("logit_diff", "logits", (right, wrong), pos=pos, score=score, most=2)
 
 
+@explains_calls
 def log_prob(token: Tokens, pos: Tokens = -1) -> Metric:
     """Return a metric: the log-probability of a token, in nats.
 
@@ -75,6 +85,7 @@ def log_prob(token: Tokens, pos: Tokens = -1) -> Metric:
     return _of_tokens("log_prob", "nats", (token,), pos=pos, score=score)
 
 
+@explains_calls
 def accuracy(token: Tokens, pos: Tokens = -1) -> Metric:
     """Return a metric that is 1 if the token is the likeliest token, and 0 otherwise.
 
@@ -95,6 +106,7 @@ def accuracy(token: Tokens, pos: Tokens = -1) -> Metric:
     return _of_tokens("accuracy", "", (token,), pos=pos, score=score)
 
 
+@explains_calls
 def rank(token: Tokens, pos: Tokens = -1) -> Metric:
     """Return a metric: the number of tokens with a larger logit, 0 for the likeliest token.
 
@@ -114,6 +126,7 @@ def rank(token: Tokens, pos: Tokens = -1) -> Metric:
     return _of_tokens("rank", "ranks", (token,), pos=pos, score=score)
 
 
+@explains_calls
 def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metric:
     """Return a metric: the mean negative log-probability of each example's next tokens, in nats.
 
@@ -164,6 +177,7 @@ def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metri
     )
 
 
+@explains_calls
 def kl_divergence(
     reference: Float[Tensor, "batch pos vocab"],
     pos: Tokens | None = -1,

@@ -156,8 +156,8 @@ def name_hint(name: str, known: Collection[str], what: str) -> UnknownNameError 
         return None
     version = 2 if key in _tables()[2] else 4
     explanation = _explained(version, _tables()[version][key], layers, known=False)
-    hint = "; what attention adds is attn_out" if name == "attn" else ""
-    return UnknownNameError(f"no {what} is named {name!r}: that {explanation}{hint}", name)
+    hint = "; the output of attention is attn_out" if name == "attn" else ""
+    return UnknownNameError(f"no {what} is named {name!r}: the value {explanation}{hint}", name)
 
 
 def _explained(version: int, entry: _Entry, layers: str, known: bool = True) -> str:

@@ -7,6 +7,7 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Literal
 
+from hooks.base import HintsAtNames
 from models.checks import check_types, names_fields, require
 from models.rotary_scaling import RotaryScaling
 
@@ -23,7 +24,7 @@ SHORTFORMER = "shortformer positions (Press et al. 2021) were supported until ve
 
 @names_fields
 @dataclass(frozen=True, kw_only=True)
-class TransformerConfig:
+class TransformerConfig(HintsAtNames):
     """Sizes and choices of a decoder-only transformer.
 
     The defaults are GPT-2's (Radford et al. 2019). Names such as qk-norm.md below are the

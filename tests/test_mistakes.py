@@ -6,6 +6,7 @@ error of Python itself, which gives no advice.
 The table has one line for each mistake: the call, the class of the error, and words of its message.
 """
 
+import copy
 import re
 
 import numpy as np
@@ -278,8 +279,8 @@ runner.run_with_cache(TEXT, dtype='float16')                    | TypeError | to
 runner.run_with_cache(TEXT, max_bytes='1GB')                    | TypeError | '1GB'
 runner.run_with_cache(TEXT, run='generate')                     | TypeError | 'generate'
 runner.run_with_cache(cache)                                    | ValueError | ActivationCache
-runner.add('embed', edits.zero())                               | TypeError | add.self, hooks
-runner.hooks('embed', edits.zero())                             | TypeError | hooks.self, hooks
+runner.add('embed', edits.zero())                               | TypeError | HookedRunner.add.hooks
+runner.hooks('embed', edits.zero())                             | TypeError | HookedRunner.hooks.hooks
 runner.capture(tokens)                                          | TypeError | 'names'
 HookedRunner(transformers_model).run_with_cache(TEXT)           | TypeError | no text.*'def f.*pass tokens
 hooks.position_offset('a')                                      | ValueError | 'a'
@@ -367,6 +368,71 @@ hooks.index_by_axis(None, {'pos': 0}, 'the stream')             | TypeError | ax
 hooks.index_by_axis(('pos',), 0, 'the stream')                  | TypeError | where.*got 0
 models.causal_mask('a')                                         | ValueError | whole number.*'a'
 models.causal_mask(-1)                                          | ValueError | -1
+effects.dims                                                    | AttributeError | result.axes
+effects.top(3, abs=True)                                        | TypeError | abs=; places are sorted
+effects.mean('example')                                         | TypeError | result.values.mean
+effects.mean(axis='layer')                                      | TypeError | axis=; .*values.mean
+effects.select(layer=-1)                                        | ValueError | got -1; counted from the end, this is 3
+effects.save('x.pt')                                            | ValueError | x.pt .*safetensors and no suffix
+interp.load_result                                              | AttributeError | Result.load
+directions.Direction({'embed': torch.ones(3)}).norm()           | AttributeError | direction.name..norm
+directions.Direction({'embed': torch.ones(3)})[2]               | UnknownNameError | vector for any point.*'embed'
+sae.cfg                                                         | AttributeError | sae.reads
+sae.run_with_cache(TEXT)                                        | AttributeError | interp.splice
+graph.nodes                                                     | AttributeError | graph.writers
+pairs.answer                                                    | AttributeError | answers
+model.n_layers                                                  | AttributeError | model.config.n_layers
+model.config.n_layer                                            | AttributeError | n_layers
+cache.resid_post                                                | AttributeError | cache.'resid_post', layer
+cache[:, -1]                                                    | TypeError | cache.at.pos=-1
+cache.stack('z', axis=1)                                        | TypeError | axis=; it takes short
+cache.at(layer=2)                                               | UnknownNameError | 'layer': cache
+runner.trace(TEXT)                                              | AttributeError | run_with_hooks
+runner.run_with_cache(t for t in [TEXT])                        | ValueError | generator .write list
+runner.run_with_cache([])                                       | ValueError | at least one text; got 0 texts
+runner.run_with_cache([TEXT, ''])                               | ValueError | 2 texts, of which these are empty: .1.
+runner.capture(TEXT, 'embed')                                   | TypeError | names= needs its name
+runner.run_with_cache(TEXT, names='transformer.h.0')            | UnknownNameError | table
+runner.run_with_hooks(TEXT, hooks={'embed': torch.ones(3)})     | TypeError | torch.float32 tensor .3.; interp.edits.replace
+runner.run_with_hooks(TEXT, hooks={'embed': edits.zero})        | TypeError | write edits.zero
+runner.run_with_hooks(TEXT, hooks={'embed': lambda x, point: point.ctx}) | AttributeError | ctx.*dict of your own
+runner.run_with_hooks(TEXT, hooks={'embed': edits.zero(layers=2)}) | UnknownNameError | 'layers': the name of a point
+runner.run_with_hooks(TEXT, hooks={'embed': edits.mean(torch.ones(128))}) | UnknownNameError | 'batch'; got a value .128. .edits.replace
+runner.run_with_hooks(TEXT, hooks={'embed': edits.mean(cache2, across='pos')}) | EditError | got 2 .use across=.'batch', 'pos'
+HookedRunner(transformers_model).capture([[1]], names='z')      | UnknownNameError | models.attach
+HookedRunner(transformers_model).run_with_cache(torch.ones(1, 2).long())[1]['pattern', 0] | UnknownNameError | models.attach
+edits.mean(head=3)                                              | TypeError | 'reference'; such as edits.mean
+edits.mean([TEXT, 'x'])                                         | TypeError | run_with_cache.texts
+edits.scale(2, 3)                                               | TypeError | needs the name of its axis
+models.generate_text(model, TEXT, max_new_tokens=2, hooks={})          | TypeError | hooks=; .*HookedRunner.model..hooks
+models.generate_text(model, TEXT, 8)                                   | TypeError | 8 needs the name.*max_new_tokens=
+models.generate_text(model, TEXT, max_new_tokens=8, num_beams=2)       | TypeError | num_beams=; .*temperature
+models.TrainingConfig(steps=2, lr=0.1)                          | TypeError | lr=; use learning_rate=
+models.train(model, tokens, steps=2)                            | TypeError | TrainingConfig
+models.load('notes.json')                                       | ValueError | notes.json must be weights
+models.load('pydoc-4l', device_map='auto')                      | TypeError | use device=
+Pairs(TEXT, TEXT, 'a', 'b')                                     | TypeError | answers are one argument
+activation_patching(model, pairs, 'z', layers='all')            | ValueError | left out for all; got 'all'
+activation_patching(model, pairs, 'heads')                      | UnknownNameError | 'heads'; here it is 'z'
+edge_attribution(model, pairs, method='EAP-IG')                 | ValueError | did you mean 'eap_ig_inputs'
+circuits.top(graph, effects, 20)                                | ValueError | edge_attribution
+direct_logit_attribution(model, cache, 'a')                     | TypeError | 'a' needs the name.*right=
+direct_logit_attribution(model, cache, tokens='a')              | TypeError | tokens=; use right=
+logit_lens(model, cache, k=3)                                   | TypeError | k=; close matches: top_k
+attention_attribution(model, cache, layer=1, head=0)            | TypeError | head=.layer, head
+plots.patterns(cache)                                           | TypeError | patterns.model, cache
+spectral.svd(np.ones((3, 5)))                                   | TypeError | float64 array .3, 5.; torch.as_tensor
+spectral.svd(model.blocks[0].attn)                              | TypeError | an Attention
+singular_tokens(model, 3)                                       | ValueError | head must be given for 'ov', such as head=0
+ov_circuit(model, 3)                                            | TypeError | ov_circuit.model..layer, head
+load_sae('x', release='y')                                      | TypeError | release=; load_sae
+spliced(sae, model)                                             | TypeError | dictionaries must be a Dictionary; got a Transformer
+spliced(model, {2: sae})                                        | TypeError | the point of a dictionary must be a name; got 2
+directions.probe(model, [TEXT, 'x'], [1, 0])                    | ValueError | got labels: pass the texts of each kind
+directions.probe(model, [TEXT], ['x'], layer=2)                 | TypeError | layer=; name the layer in site=
+directions.difference_of_means(model, [TEXT], ['x'], pos='first') | UnknownNameError | 'first': they have no spans
+directions.steering_curve(model, Direction({'blocks.2.resid_post': torch.ones(128)}), [TEXT], 1.0, log_prob('a')) | TypeError | strengths must be a list of numbers; got 1.0
+store.Activations('notes.json')                                 | FileNotFoundError | no store at .*notes.json
 """
 LINES = [[part.strip() for part in line.split(" | ")] for line in MISTAKES.strip().splitlines()]
 TEXT = "def f(x): return x"
@@ -396,6 +462,7 @@ def given():
         "runner": runner,
         "logits": logits,
         "cache": cache,
+        "cache2": runner.run_with_cache([TEXT, TEXT + " + 1"])[1],
         "tokens": model.to_tokens(TEXT).tokens,
         "pairs": pairs,
         "graph": interp.graph.Graph(model),
@@ -418,6 +485,7 @@ def given():
 @pytest.mark.parametrize(("call", "error", "match"), LINES, ids=[line[0] for line in LINES])
 def test_a_mistake_is_an_error_that_helps(call, error, match, given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.json").write_text("{}")
     kind = getattr(hooks, error, None) or getattr(__builtins__, error, None) or __builtins__[error]
     with pytest.raises(kind, match=match) as caught:
         eval(call, dict(given))
@@ -426,6 +494,34 @@ def test_a_mistake_is_an_error_that_helps(call, error, match, given, tmp_path, m
     assert len(message) < 900
     assert type(caught.value) is not KeyError
     assert isinstance(caught.value, HookError) or type(caught.value) is kind
+
+
+def test_a_result_has_the_shape_of_its_values(given):
+    effects = given["effects"]
+    assert effects.shape == (given["model"].config.n_layers, 1)
+
+
+def test_a_direction_times_a_number_scales_vectors_and_offsets():
+    vector = torch.tensor([3.0, -4.0, 5.0])
+    direction = Direction({"embed": vector}, {"embed": -1.5}, {"by": "hand"})
+    value = np.array([2.0, 7.0, 1.0])
+    for scaled in (direction * 2, 2.0 * direction):
+        assert scaled["embed"].tolist() == [6.0, -8.0, 10.0]
+        # The score of a value is scaled too.
+        scores = scaled.scores({"embed": torch.tensor(value).float()})["embed"]
+        assert float(scores) == 2 * (value @ vector.numpy() - 1.5)
+        assert scaled.about == {"by": "hand"}
+    with pytest.raises(TypeError):
+        direction * "2"
+
+
+def test_private_names_of_objects_have_no_hints(given):
+    """Notebooks and `copy` look up private names in every object."""
+    for thing in (given["effects"], given["sae"], given["pairs"], given["graph"]):
+        with pytest.raises(AttributeError) as caught:
+            getattr(thing, "_repr_nothing" + "_")
+        assert "here it is" not in str(caught.value)
+        assert type(copy.copy(thing)) is type(thing)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")

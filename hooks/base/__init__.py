@@ -52,7 +52,7 @@ from hooks.base.errors import (
     warn,
 )
 from hooks.base.hashes import config_hash, weights_hash, without_hashes
-from hooks.base.hints import HintedClass, Hints, HintsAtNames, unknown_point
+from hooks.base.hints import HintedClass, Hints, HintsAtNames, attribute_hint, unknown_point
 from hooks.base.kinds import (
     missing_name,
     require_callable,

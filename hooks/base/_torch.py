@@ -382,24 +382,62 @@ def refuse_unbound(function: Callable[..., Any], args: Any, kwargs: Any, error: 
 
     signature = inspect.signature(function)
     name = getattr(function, "__name__", "the function")
+    called = getattr(function, "__qualname__", name).rpartition("<locals>.")[2]
+    called = called.removesuffix(".__init__")
     # The message of Python begins with `name()`, or `Class.name()`, if the arguments do not fit.
     if not str(error).partition(" ")[0].endswith(f"{name}()"):
         return
     try:
         signature.bind(*args, **kwargs)
     except TypeError as reason:
-        Words(function).require(kwargs, (), name)
+        Words(function).require(kwargs, (), called)
         takes = ", ".join(_as_written(signature))
-        raise TypeError(f"{name} must be called as {name}({takes}): {reason}") from None
+        advice = _advice(called, signature, args, str(reason))
+        rule = f"{called} must be called as {called}({takes})"
+        raise TypeError(f"{rule}: {reason}{advice}") from None
+
+
+def _advice(name: str, signature: inspect.Signature, args: Any, reason: str) -> str:
+    """Return the change that a wrong call of a function needs, for the end of an error.
+
+    Args:
+        name: the name of the function.
+        signature: the signature of the function.
+        args: the positional arguments of the call.
+        reason: the reason why the arguments do not fit.
+    """
+    from hooks.base.hints import argument_hint
+    from hooks.base.saying import shown
+
+    if "missing a required" in reason:
+        missing = reason.rpartition("'")[0].rpartition("'")[2]
+        advice = argument_hint(f"{name}.{missing}")
+        return f"; {advice}" if advice else ""
+    parameters = [*signature.parameters.values()]
+    named = [other for other in parameters if other.kind is other.KEYWORD_ONLY]
+    n_unnamed = sum(other.kind is other.POSITIONAL_OR_KEYWORD for other in parameters)
+    if "too many positional" not in reason:
+        return ""
+    if advice := argument_hint(f"{name}.*"):
+        return f"; {advice}"
+    if any(other.name == "where" for other in parameters):
+        return "; a place needs the name of its axis, such as head=3 or pos=-1"
+    if not named:
+        return ""
+    given = shown(args[n_unnamed])
+    return f"; {given} needs the name of its argument, such as {named[0].name}="
 
 
 def _as_written(signature: inspect.Signature) -> list[str]:
     """Return the names of parameters, with `*` before the first keyword-only parameter."""
     names = []
     for parameter in signature.parameters.values():
+        if parameter.name == "self":
+            continue
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in names:
             names.append("*")
-        names.append(parameter.name)
+        is_open = parameter.kind is parameter.VAR_KEYWORD
+        names.append(f"**{parameter.name}" if is_open else parameter.name)
     return names
 
 

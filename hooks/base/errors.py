@@ -185,7 +185,9 @@ def require_choice(name: str, value: object, choices: Collection[Any]) -> None:
         is_choice = False
     if not is_choice:
         texts = [choice for choice in choices if isinstance(choice, str)]
-        close = difflib.get_close_matches(str(value), texts, n=1)
+        spelled = str(value).lower().replace("-", "_")
+        close = [text for text in texts if len(spelled) > 3 and spelled in text]
+        close = close or difflib.get_close_matches(spelled, texts, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         listed = ", ".join(map(str, choices))
         raise ValueError(f"{name} must be one of {listed}; got {shown(value)}{hint}")

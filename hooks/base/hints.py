@@ -38,8 +38,11 @@ class Hints:
 
     Attributes:
         names: functions that return the error for an unknown name; see `NameHint`.
-        arguments: keywords of other libraries, each with our equivalent.
-        attributes: methods and attributes of their objects, each with our equivalent.
+        arguments: keywords of other libraries, each with our equivalent; or a keyword that one
+            function does not have, such as `load_sae.release`, each with the advice. `measure.*`
+            stands for too many positional arguments.
+        attributes: methods and attributes of their objects, each with our equivalent; or an
+            attribute that one of our classes does not have, such as `Result.dims`.
         makers: the call that makes an object of a class, by the name of the class. If the user
             passed a text instead of the object, the text replaces `{}` in the call.
         watchers: names of modules whose permanent hooks only read values.
@@ -82,16 +85,27 @@ def unknown_point(name: str, known: Collection[str], what: str) -> UnknownNameEr
     return unknown_name(name, known, what)
 
 
-def attribute_hint(name: str) -> str:
-    """Return our equivalent of a missing attribute, for the end of an error, or an empty text."""
-    for hints in _imported():
-        if name in hints.attributes:
-            return f"; here it is {hints.attributes[name]}"
+def attribute_hint(name: str, kinds: Iterable[str] = ()) -> str:
+    """Return our equivalent of a missing attribute, for the end of an error, or an empty text.
+
+    Args:
+        name: the name of the attribute.
+        kinds: the names of the object's classes. A hint for one of them is preferred.
+    """
+    known = [hints.attributes for hints in _imported()]
+    for key in (*(f"{kind}.{name}" for kind in kinds), name):
+        for attributes in known:
+            if key in attributes:
+                return f"; here it is {attributes[key]}"
     return ""
 
 
 def argument_hint(name: str) -> str:
-    """Return our equivalent of a keyword of another library, or an empty text."""
+    """Return our equivalent of a keyword of another library, or an empty text.
+
+    Args:
+        name: the keyword, or a function and one of its keywords, such as `load_sae.release`.
+    """
     for hints in _imported():
         if name in hints.arguments:
             return hints.arguments[name]
@@ -155,8 +169,16 @@ class HintedClass(type):
     if not TYPE_CHECKING:
 
         def __getattr__(cls, name: str) -> Any:
-            hint = attribute_hint(name)
+            hint = attribute_hint(name, [cls.__name__])
             raise AttributeError(f"{cls.__name__} has no attribute {name!r}{hint}")
+
+
+def _hint_for(kind: type, name: str) -> str:
+    """Return our equivalent of an attribute that a class does not have, or an empty text."""
+    # Python and notebooks look up private names in every object.
+    if name.startswith("_"):
+        return ""
+    return attribute_hint(name, [base.__name__ for base in kind.__mro__])
 
 
 class HintsAtNames:
@@ -167,16 +189,16 @@ class HintsAtNames:
 
         def __getattr__(self, name: str) -> Any:
             # If this class is combined with nn.Module, the module's own method must find the
-            # children and weights.
-            inherited = getattr(super(), "__getattr__", None)
+            # children and weights. Other classes have no method.
             try:
-                if inherited is not None:
-                    return inherited(name)
+                return super().__getattr__(name)
             except AttributeError:
-                if not attribute_hint(name):
+                hint = _hint_for(type(self), name)
+                if not hint and hasattr(super(), "__getattr__"):
                     raise
-            hint = attribute_hint(name)
             if not hint and not name.startswith("_"):
-                close = closest(name, [known for known in dir(type(self)) if known[0] != "_"])
+                declared = [getattr(kind, "__annotations__", ()) for kind in type(self).__mro__]
+                known = [*dir(type(self)), *itertools.chain.from_iterable(declared)]
+                close = closest(name, [other for other in known if other[0] != "_"])
                 hint = f"; close matches: {', '.join(close)}" if close else ""
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")

@@ -37,14 +37,15 @@ def shown(value: object) -> str:
     if value is None or isinstance(value, _SHOWN_AS_THEY_ARE):
         return _SHORT.repr(value)
     kind = type(value).__name__
+    article = "an" if kind[:1] in "AEIOU" else "a"
     if isinstance(value, list | tuple) and all(
         isinstance(part, str | int | float) for part in value
     ):
         return _SHORT.repr(value)
     if isinstance(value, nn.Module):
-        return f"a {kind}"
+        return f"{article} {kind}"
     if isinstance(value, Sized) and isinstance(value, list | tuple | dict | set):
         return f"a {kind} of {len(value)}"
     if callable(value) and (name := getattr(value, "__name__", "")):
         return f"the function {name}"
-    return f"{'an' if kind[:1] in 'AEIOU' else 'a'} {kind}"
+    return f"{article} {kind}"

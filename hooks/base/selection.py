@@ -529,7 +529,10 @@ def require_axes(where: Iterable[str], axes: tuple[str, ...], what: str) -> None
     for axis in where:
         if axis not in axes:
             declared = " ".join(axes) or "it declares none"
-            raise unknown_name(axis, axes, f"axis of {what} ({declared})")
+            error = unknown_name(axis, axes, f"axis of {what} ({declared})")
+            if axis in ("layer", "layers"):
+                error.args = (f"{error.args[0]}: the name of a point contains its layer",)
+            raise error
 
 
 def plain_index(index: Any, ndim: int = 1) -> Any:
@@ -552,6 +555,7 @@ def plain_index(index: Any, ndim: int = 1) -> Any:
             return parts
     raise TypeError(
         f"an index must be an integer, slice, list of integers or mask; got {shown(index)}"
+        + (" (-1 is the last place)" if isinstance(index, str) else "")
     )
 
 

@@ -85,9 +85,9 @@ def suffix_of(path: str | os.PathLike[str], supported: Iterable[str]) -> str:
 
     >>> suffix_of("run.1/means.HTML", [".html", ".safetensors"])
     '.html'
-    >>> suffix_of("run.1/means.png", ["", ".html", ".safetensors"])
+    >>> suffix_of("run.1/means.png", ["", ".html", ".safetensors"])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ValueError: path must end in .html or .safetensors, or have no suffix; got run.1/means.png
+    ValueError: path must end in .html or .safetensors, or have no suffix; got run.1/means.png...
     """
     known = [*supported]
     suffix = path_of(path).suffix.lower()
@@ -98,7 +98,10 @@ def suffix_of(path: str | os.PathLike[str], supported: Iterable[str]) -> str:
         listed = " or ".join(filter(None, [", ".join(suffixes[:-1]), *suffixes[-1:]]))
         rules = [f"end in {listed}"] if suffixes else []
         rules += ["have no suffix"] if "" in known else []
-        raise ValueError(f"path must {', or '.join(rules)}; got {os.fspath(path)}")
+        # Pages, figures and tables are for other programs.
+        is_read = {"", *SAFETENSORS} < {*known}
+        hint = " (.safetensors and no suffix can be loaded again)" if is_read else ""
+        raise ValueError(f"path must {', or '.join(rules)}; got {os.fspath(path)}{hint}")
     return suffix
 
 

@@ -316,7 +316,10 @@ def named_spans(texts: Any, names: Sequence[str]) -> dict[str, Any]:
     """
     known = texts.spans if isinstance(texts, Text) else {}
     if missing := [name for name in names if name not in known]:
-        raise unknown_name(missing[0], known, "span of these texts")
+        error = unknown_name(missing[0], known, "span of these texts")
+        if not known:
+            error.args = (f"{error.args[0]}: they have no spans; positions are numbers from 0",)
+        raise error
     for name in names:
         for n, places in enumerate(known[name]):
             if not len(places):

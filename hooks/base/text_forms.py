@@ -46,9 +46,9 @@ def is_one_text(texts: Any) -> bool:
     if isinstance(texts, Text):
         return False
     if not hasattr(texts, "__len__"):
-        raise ValueError(
-            f"texts must be a string, a list of tokens, a tensor, or several; got {shown(texts)}"
-        )
+        hint = " (write list(texts))" if isinstance(texts, Iterator) else ""
+        rule = "texts must be a string, a list of tokens, a tensor, or several"
+        raise ValueError(f"{rule}; got {shown(texts)}{hint}")
     return bool(len(texts)) and all(is_integer(token) for token in texts)
 
 

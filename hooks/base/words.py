@@ -36,6 +36,10 @@ RENAMED = {
 """Former or common spellings of our keywords, each with the keyword."""
 
 
+# The number of keywords to list if no keyword is close.
+_FEW = 24
+
+
 class Words:
     """The keywords that a function accepts.
 
@@ -93,14 +97,22 @@ class Words:
                 continue
             if RENAMED.get(name) in {*options, *self.known}:
                 raise TypeError(f"{what} takes no argument {name}=; use {RENAMED[name]}=")
+            if advice := argument_hint(f"{what}.{name}"):
+                raise TypeError(f"{what} takes no argument {name}=; {advice}")
             if ours := argument_hint(name):
-                raise TypeError(f"{name}= is a keyword of another library; use {ours} instead")
+                use = f"use {ours} instead"
+                if ours.startswith("nothing: "):
+                    use = f"leave it out: {ours.removeprefix('nothing: ')}"
+                raise TypeError(f"{name}= is a keyword of another library; {use}")
             if self.is_open and not _close(name, OURS):
                 continue
-            close = _close(name, {*options, *self.known} or OURS)
+            known = {*options, *self.known} or OURS
+            close = _close(name, known)
+            if not close and not self.is_open:
+                close = sorted(word for word in known if {name, f"{name}s"} & {*word.split("_")})
             hint = f"; close matches: {', '.join(close)}" if close else ""
-            if not close and not self.is_open and len(self.known) < 12:
-                hint = f"; it takes {', '.join(sorted(self.known))}"
+            if not close and not self.is_open and len(self.known) < _FEW:
+                hint = f"; it takes {', '.join(sorted(self.known - {'self'}))}"
             raise TypeError(f"{what} takes no argument {name}={hint}")
 
 

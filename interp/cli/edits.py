@@ -33,7 +33,7 @@ def parsed(text: str) -> tuple[str, Edit]:
         raise ValueError(f"{rule}; got {text!r}")
     point, kind, *rest = words
     if kind not in KINDS:
-        raise unknown_name(kind, KINDS, "kind of edit")
+        raise unknown_name(kind, KINDS, f"kind of edit (of {', '.join(KINDS)})")
     plain = [part for part in rest if "=" not in part]
     if len(plain) != KINDS[kind]:
         raise ValueError(f"{kind} needs {KINDS[kind]} numbers before axes; got {plain} in {text!r}")

@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,20 @@ class Direction(plots.Shown):
         vectors = {name: vector / sizes[name] for name, vector in self.vectors.items()}
         offsets = {name: offset / sizes[name] for name, offset in self.offsets.items()}
         return Direction(vectors, offsets, self.about)
+
+    def __mul__(self, factor: float) -> "Direction":
+        """Return the same direction with vectors, and offsets, times a number.
+
+        >>> (Direction({"resid": torch.tensor([3.0, 4.0])}) * 2)["resid"]
+        tensor([6., 8.])
+        """
+        if not isinstance(factor, Number):
+            return NotImplemented
+        vectors = {name: vector * factor for name, vector in self.vectors.items()}
+        offsets = {name: offset * factor for name, offset in self.offsets.items()}
+        return Direction(vectors, offsets, self.about)
+
+    __rmul__ = __mul__
 
     def vector_at(self, point: Point) -> Float[Tensor, " d"]:
         """Return the vector at a hook point. Edits call this method.
@@ -246,7 +261,9 @@ class Direction(plots.Shown):
         """
         names = [name for name in self.vectors if place in (name, layer_of(name))]
         if not names:
-            raise unknown_name(str(place), self.vectors, "point of this direction")
+            error = unknown_name(str(place), self.vectors, "point of this direction")
+            error.args = (f"{error.args[0]} (direction[name] is a vector for any point)",)
+            raise error
         if len(names) > 1:
             raise ValueError(f"layer {place} must have one point; got {' and '.join(names)}")
         return names[0]

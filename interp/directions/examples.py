@@ -97,6 +97,11 @@ def _kinds_of(
                 f"{type(no).__name__} (a site is passed as site=)"
             )
         return by_label(yes, labels)
+    if isinstance(no, list | tuple) and no and {*map(str, no)} <= {"0", "1", "True", "False"}:
+        raise ValueError(
+            "no must be texts of the other kind; got labels: pass the texts of each kind as yes "
+            "and no (labels= are for one store)"
+        )
     if no is None:
         raise ValueError("no must be given, or labels= for the texts of one store; got neither")
     if len(stores) == 1:

@@ -1,12 +1,19 @@
 """Steering: measure the effect of a direction on a score, and the cost for other texts."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from hooks.base import Index, Texts, named_spans, shows_progress, without_gradients
+from hooks.base import (
+    Index,
+    Texts,
+    named_spans,
+    require_kind,
+    shows_progress,
+    without_gradients,
+)
 from interp import edits, plots
 from interp.directions.direction import Direction
 from interp.edits import Edit
@@ -150,6 +157,10 @@ def steering_curve(
     >>> curve.score.mean()[0].abs() < 1e-5
     tensor(True)
     """
+
+    require_kind(
+        "strengths", strengths, kind=Iterable, words="a list of numbers", call="for example [1.0]"
+    )
 
     def edits_of(texts: Texts) -> list[dict[str, Edit]]:
         """Return the edits of each strength."""

@@ -13,6 +13,7 @@ from hooks.base import (
     Index,
     Selection,
     at_least_float32,
+    explains_calls,
     require_integer,
     require_kind,
     shown,
@@ -52,6 +53,8 @@ def zero(*unnamed: object, **where: Index) -> Edit:
     tensor([[1., 1., 1.],
             [0., 1., 0.]])
     """
+    if [type(value) for value in unnamed[1:]] == [Point]:
+        raise TypeError("a hook must be an edit; got the function edits.zero: write edits.zero()")
     if unnamed:
         raise TypeError(
             f"zero needs places by axis, such as edits.zero(head=3); got {shown(unnamed[0])} "
@@ -60,6 +63,7 @@ def zero(*unnamed: object, **where: Index) -> Edit:
     return Edit("zero", lambda region, value, place: torch.zeros_like(region), {}).at(**where)
 
 
+@explains_calls
 def scale(factor: float, **where: Index) -> Edit:
     """Return an edit that multiplies values by a number.
 
@@ -75,6 +79,7 @@ def scale(factor: float, **where: Index) -> Edit:
     return Edit("scale", lambda region, value, place: region * factor, {"0": factor}).at(**where)
 
 
+@explains_calls
 def add(vector: Values, scale: float = 1.0, **where: Index) -> Edit:
     """Return an edit that adds a vector, or other values, times a number (steering).
 
@@ -103,6 +108,7 @@ def add(vector: Values, scale: float = 1.0, **where: Index) -> Edit:
     return added.at(**where)
 
 
+@explains_calls
 def replace(source: Values, *, source_pos: Index | None = None, **where: Index) -> Edit:
     """Return an edit that replaces values by values of another run, layer, position or model.
 
@@ -136,6 +142,7 @@ def replace(source: Values, *, source_pos: Index | None = None, **where: Index) 
     return replacement.at(**where)
 
 
+@explains_calls
 def mean(
     reference: Values,
     across: str | tuple[str, ...] = "batch",
@@ -210,6 +217,7 @@ def mean(
     return Edit("mean", averaged, arguments=arguments, source=source).at(**where)
 
 
+@explains_calls
 def resample(
     source: Values,
     seed: int = 0,
@@ -269,6 +277,7 @@ def resample(
     return Edit("resample", donated, arguments=arguments, source=values).at(**where)
 
 
+@explains_calls
 def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
     """Return an edit that adds Gaussian noise, as in causal tracing (Meng et al. 2022).
 
@@ -297,6 +306,7 @@ def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
     return Edit("noise", noisy, {"0": scale, "seed": seed}).at(**where)
 
 
+@explains_calls
 def knockout(query: Index | None = None, key: Index | None = None, **where: Index) -> Edit:
     """Return an edit of `scores` that blocks attention from some queries to some keys.
 

@@ -196,6 +196,8 @@ class Region:
             hint = f" (use across={(*source.whole, axis)} in edits.mean)"
         elif axis in TEXT_AXES:
             hint = " (for texts of another length, select columns with pos= and source_pos=)"
+        elif axis == "batch" and source.whole:
+            hint = f" (use across={('batch', *source.whole)} in edits.mean)"
         raise EditError(
             f"the {source.what} at {self.point} must have {rule} along {axis}; got {size}{hint}"
         )

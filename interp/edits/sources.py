@@ -81,9 +81,16 @@ class ValueSource:
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, (Tensor, ActivationCache, Vectors)):
+            texts = [self.values] if isinstance(self.values, str) else self.values
+            are_texts = isinstance(texts, list | tuple) and all(
+                isinstance(text, str) for text in texts
+            )
+            hint = "torch.as_tensor converts a number, a list or an array"
+            if are_texts:
+                hint = "HookedRunner(model).run_with_cache(texts)[1] gives the cache of texts"
             raise TypeError(
-                f"values must be a tensor, a cache or a direction; got {shown(self.values)} "
-                "(torch.as_tensor converts a number, a list or an array)"
+                "values must be a tensor, a cache or a direction; "
+                f"got {shown(self.values)} ({hint})"
             )
 
     def mask(self, name: str, axis: str = "pos") -> Tensor | None:
@@ -170,7 +177,10 @@ class ValueSource:
         value, axes = self._value(point, sizes, where)
         for axis in self.whole:
             if axis not in axes:
-                raise unknown_name(axis, axes, f"axis of the source at {point}")
+                error = unknown_name(axis, axes, f"axis of the source at {point}")
+                rule = "edits.replace writes values that are already averaged"
+                error.args = (f"{error.args[0]}; got a value {[*value.shape]} ({rule})",)
+                raise error
         pos_axis = next((axis for axis in axes if axis in POSITION_AXES), None)
         n_columns = 1 if pos_axis is None else value.shape[axes.index(pos_axis)]
         selected = self.columns

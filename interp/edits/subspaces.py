@@ -7,7 +7,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from hooks import EditError
-from hooks.base import Index, require_kind, shown, to_device, wide_dtype
+from hooks.base import Index, explains_calls, require_kind, shown, to_device, wide_dtype
 from interp.edits.edit import Change, Edit
 from interp.edits.sources import Values, source_of
 
@@ -27,6 +27,7 @@ class Features(Protocol):
         """
 
 
+@explains_calls
 def interchange(
     source: "Values",
     subspace: Float[Tensor, "dim *k"] | Features,
@@ -71,6 +72,7 @@ def interchange(
     return Edit("interchange", change, arguments=arguments, source=values).at(**where)
 
 
+@explains_calls
 def project_out(directions: Float[Tensor, "dim *k"], **where: Index) -> Edit:
     """Return an edit that removes the part of a value inside the span of some directions.
 

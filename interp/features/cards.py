@@ -348,7 +348,11 @@ def _require_features(features: object, n_features: int) -> None:
         ValueError: if the list is empty, or an index does not exist.
     """
     require_kind(
-        "features", features, kind=Sequence, words="a list of indices of features", call="[3, 17]"
+        "features",
+        features,
+        kind=Sequence,
+        words="a list of indices of features",
+        call="for example [3, 17]",
     )
     assert isinstance(features, Sequence)
     exist = [isinstance(index, int) and 0 <= index < n_features for index in features]

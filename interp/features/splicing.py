@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookedRunner, HookError, Point, UnknownNameError
-from hooks.base import explains_calls, require_choice, to_device, unknown_point
+from hooks.base import explains_calls, require_choice, require_kind, to_device, unknown_point
 from hooks.shared import Part, PartPoint, blocks_of, names_by_layer, with_parts
 from interp.features.cross_layer import CrossLayerTranscoder
 from interp.features.crosscoder import Crosscoder
@@ -218,7 +218,9 @@ def placed(
     if isinstance(dictionaries, Crosscoder):
         raise _no_dictionary("dictionaries", dictionaries)
     if isinstance(dictionaries, nn.Module) and not isinstance(dictionaries, Mapping):
-        # The module may be something else than a dictionary. The loop below checks this.
+        if not isinstance(dictionaries, CrossLayerTranscoder):
+            require_made("dictionaries", dictionaries, Dictionary)
+        # The loop below raises an error for a cross-layer transcoder.
         dictionaries = {point or _place_of(dictionaries): dictionaries}
     elif point is not None:
         raise ValueError(
@@ -228,6 +230,8 @@ def placed(
         require_made("dictionaries", dictionaries, Dictionary)
     parts: dict[str, SplicedDictionary] = {}
     for name, dictionary in dictionaries.items():
+        example = "for example 'blocks.2.resid_post'"
+        require_kind("the point of a dictionary", name, kind=str, words="a name", call=example)
         if not isinstance(dictionary, Dictionary):
             raise _no_dictionary(name, dictionary)
         target = _point(runner, name, "point")

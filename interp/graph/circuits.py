@@ -160,7 +160,8 @@ def strengths(graph: Graph, scores: Result, signed: bool) -> Float[Tensor, "writ
     if scores.axes != ("edge", "example") or scores.labels["edge"] != graph.edges:
         raise ValueError(
             f"scores must be [edge, example] of the {len(graph.edges)} edges of this graph; got "
-            f"{[*scores.axes]} of {[*scores.values.shape]}"
+            f"{[*scores.axes]} of {[*scores.values.shape]} (edge_attribution(model, pairs) gives "
+            "them)"
         )
     if not scores.values.isfinite().all():
         raise ValueError("scores must be finite for every edge of this graph; got infinity or NaN")

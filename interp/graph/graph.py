@@ -15,7 +15,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookedRunner, HookError
-from hooks.base import config_hash, is_rounding, real_of, require_kind, unknown_name
+from hooks.base import (
+    HintsAtNames,
+    config_hash,
+    is_rounding,
+    real_of,
+    require_kind,
+    unknown_name,
+)
 from hooks.shared import is_listened_to
 from interp.graph.nodes import Added, At, Writers, add, nodes_of_block, require_branches
 from interp.graph.norms import is_identity, linear_part
@@ -27,7 +34,7 @@ from interp.results.node import NodeName
 _STEPS = ("config", "blocks", "context", "input_resid", "logits", "unembed")
 
 
-class Graph:
+class Graph(HintsAtNames):
     """The nodes and edges of a model, named as in Hanna et al. 2024, "Have Faith in Faithfulness".
 
     Writers are `input` (the stream entering the first block), `a0.h1` (a head) and `m0` (an MLP).

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from hooks.base import to_device
+from hooks.base import require_kind, to_device
 
 
 def finite(values: Shaped[Tensor, "*axes"], name: str) -> Shaped[Tensor, "*axes"]:
@@ -15,9 +15,12 @@ def finite(values: Shaped[Tensor, "*axes"], name: str) -> Shaped[Tensor, "*axes"
         name: the name of the values in the error.
 
     Raises:
+        TypeError: if the values are no tensor, such as an array or a module.
         ValueError: if a value is NaN or infinite. The error contains the name, the value and its
             index.
     """
+    call = "torch.as_tensor converts an array or a list"
+    require_kind(name, values, kind=Tensor, words="a tensor", call=call)
     wrong = ~values.isfinite()
     if wrong.any():
         where = wrong.nonzero()[0].tolist()

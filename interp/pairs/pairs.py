@@ -162,6 +162,7 @@ class Pairs(plots.Shown):
     solved_of: int | None = None
     continuations: Continuations | None = None
 
+    @explains_calls
     @hides_others
     def __init__(
         self,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hooks.base import explains_calls
 from interp.plots.parts import axis_part, thinned
 from interp.plots.view import View, limit_of, visible, visible_title
 
@@ -17,6 +18,7 @@ _MOST_NODES = 800
 _MOST_LINKS = 8000
 
 
+@explains_calls
 def circuit(circuit: Any, curve: Any = None) -> View:
     """Draw a circuit, with layers upward and edges by score.
 
@@ -70,6 +72,7 @@ def _meanings(rows: Sequence[Sequence[Any]]) -> list[str]:
     return meanings
 
 
+@explains_calls
 def features(cards: Sequence[Any]) -> View:
     """Draw cards of features: texts where a feature is active, the histogram of its size, and the
     tokens whose logits it changes.
@@ -131,6 +134,7 @@ def _parts_of_card(card: Any) -> list[dict[str, Any]]:
     return parts
 
 
+@explains_calls
 def attribution(graph: Any, cards: Mapping[int, Sequence[Any]] | None = None) -> View:
     """Draw an attribution graph, with layers upward and tokens across.
 

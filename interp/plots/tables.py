@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
+from hooks.base import explains_calls
 from interp.plots.parts import (
     MOST_COLUMNS,
     MOST_WEIGHTS,
@@ -25,6 +26,7 @@ _MOST_POINTS = 2000
 _MOST_PIXELS = 256
 
 
+@explains_calls
 def effects(result: Any, facet: str | None = None) -> View:
     """Draw a `Result`: a heat map for two axes, or bars with 95% intervals for one axis.
 
@@ -88,6 +90,7 @@ def effects(result: Any, facet: str | None = None) -> View:
     return View(title, [part], draw)
 
 
+@explains_calls
 def image(
     pixels: Float[Tensor, "channel height width"],
     values: Float[Tensor, " patch"],
@@ -134,6 +137,7 @@ def image(
     )
 
 
+@explains_calls
 def together(title: str, results: Mapping[str, Any]) -> View:
     """Draw several results below each other, each with its heading.
 
@@ -153,6 +157,7 @@ def together(title: str, results: Mapping[str, Any]) -> View:
     return View(title, parts)
 
 
+@explains_calls
 def curves(
     series: Mapping[str, Sequence[float] | Float[Tensor, " x"]],
     *,

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks.base import require_integer, text_of_inputs, writer_of
+from hooks.base import explains_calls, require_integer, shown, text_of_inputs, writer_of
 from interp.plots.parts import MOST_COLUMNS, MOST_WEIGHTS, axis_part, grid_part, thinned
 from interp.plots.view import View, limit_of, visible
 
@@ -18,6 +18,7 @@ _MOST_TOKENS = 4000
 _MOST_CELLS = 4000
 
 
+@explains_calls
 def patterns(
     model: nn.Module | None,
     cache: ActivationCache,
@@ -61,8 +62,8 @@ def patterns(
     """
     if not isinstance(cache, ActivationCache):
         raise TypeError(
-            f"patterns needs (model, cache); got a {type(model).__name__} and a "
-            f"{type(cache).__name__}"
+            f"patterns must be called as patterns(model, cache); got {shown(model)} and "
+            f"{shown(cache)}"
         )
     _require_heads(heads, [*cache.layer_names("pattern")])
     drawn = _weights(cache, example, window=(queries, keys), heads=heads)
@@ -221,6 +222,7 @@ def _scores_of(
     return values[at[:, 0], at[:, 1], min(example, values.shape[2] - 1)]
 
 
+@explains_calls
 def text(
     tokens: Sequence[str],
     values: Sequence[float] | Float[Tensor, " pos"],
@@ -267,6 +269,7 @@ def text(
     )
 
 
+@explains_calls
 def lens(readout: Any) -> View:
     """Draw the likeliest next token of each layer at each position of the first text, coloured by
     its probability.

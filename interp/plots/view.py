@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from hooks.base import storage, strict_json, unknown_name, without_hashes
+from hooks.base import HintsAtNames, storage, strict_json, unknown_name, without_hashes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -322,7 +322,7 @@ def _height(part: Mapping[str, Any]) -> int:
     return 640 if part.get("strip") else 460
 
 
-class Shown:
+class Shown(HintsAtNames):
     """The base of classes with a picture, which they return in `view`.
 
     >>> import tempfile

@@ -236,8 +236,9 @@ class _Reading:
         )
         if not fits or vectors.shape[2] != stream.shape[2]:
             raise ValueError(
-                "give one token or direction, one for each text or one for each position of "
-                f"{[*stream.shape]}; got {[*vectors.shape]}"
+                "right=, wrong= and vector= must be one token or direction, one for each text or "
+                f"one for each position of [batch pos d_model] {[*stream.shape]}; got "
+                f"{[*vectors.shape]}"
             )
         linear, self.scale = self.parts.norm_in_run(norm)
         vectors = like(vectors, self.scale)

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks.base import (
+    explains_calls,
     is_cancelled,
     require_integer,
     shown,
@@ -102,6 +103,11 @@ class Result(plots.Shown):
         if self.is_ratio:
             self._runs()
 
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of `values`."""
+        return self.values.shape
+
     def __getitem__(self, index: Any) -> Any:
         """Raise an error, because a result cannot be indexed.
 
@@ -112,6 +118,7 @@ class Result(plots.Shown):
             f"{' '.join(self.axes)}, or .mean() and .top(k)"
         )
 
+    @explains_calls
     def mean(self) -> Float[Tensor, "*axes"]:
         """Return the mean effect over examples, in `unit`.
 
@@ -120,6 +127,7 @@ class Result(plots.Shown):
         """
         return self.values.mean(-1)
 
+    @explains_calls
     def interval(self, confidence: float = 0.95) -> Interval:
         """Return the confidence interval of `mean()` at each place, in `unit`.
 
@@ -163,6 +171,7 @@ class Result(plots.Shown):
             )
         return self.base, self.target
 
+    @explains_calls
     def normalized(self, per_example: bool = False) -> "Result":
         """Return the effects as shares of target - base: 0 is the base run and 1 is the target run.
 
@@ -312,8 +321,14 @@ class Result(plots.Shown):
         for names_of_axis in (labels, self.words.get(axis, ())):
             if names_of_axis.count(label) == 1:
                 return [names_of_axis.index(label)]
-        raise ValueError(f"{axis} must be a unique label of {short(labels)}; got {shown(label)}")
+        hint = ""
+        if isinstance(label, int) and label < 0 and len(labels) >= -label:
+            hint = f"; counted from the end, this is {labels[label]!r}"
+        raise ValueError(
+            f"{axis} must be a unique label of {short(labels)}; got {shown(label)}{hint}"
+        )
 
+    @explains_calls
     def by(self, what: Literal["layer", "head", "neuron", "expert"]) -> "Result":
         """Return the result with the axis `layer` and another axis instead of an axis of nodes.
 
@@ -400,6 +415,7 @@ class Result(plots.Shown):
             f"got {self.axes}"
         )
 
+    @explains_calls
     def sum(self, axis: str) -> "Result":
         """Return the effects added up along an axis, for example over all heads.
 
@@ -456,6 +472,7 @@ class Result(plots.Shown):
             groups=other.groups if self.groups is None else self.groups,
         )
 
+    @explains_calls
     def top(self, k: int = 10) -> Entries:
         """Return the `k` places with the largest absolute mean effects, with their 95% intervals.
 

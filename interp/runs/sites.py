@@ -345,6 +345,8 @@ def _some(what: str, known: Mapping[int, T], selected: Some) -> dict[int, T]:
     if selected is None:
         return dict(known)
     keys = [selected] if isinstance(selected, int) else selected
-    if not keys or not known.keys() >= set(keys):
-        raise ValueError(f"{what} must be among {[*known]}; got {[*keys]}")
+    if isinstance(keys, str) or not keys or not known.keys() >= set(keys):
+        raise ValueError(
+            f"{what} must be among {[*known]}, or left out for all; got {shown(selected)}"
+        )
     return {key: known[key] for key in keys}

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hooks.base import require_integer, require_kind
+from hooks.base import explains_calls, require_integer, require_kind
 from interp.numbers.precision import finite
 
 
@@ -96,6 +96,7 @@ class SVD:
         return self.s - torch.cat([self.s[..., 1:], self.next_value[..., None]], -1)
 
 
+@explains_calls
 def svd(matrices: Float[Tensor, "*batch rows columns"], name: str = "matrices") -> SVD:
     """Return the full thin decomposition of each matrix, in float64 for any input dtype.
 
@@ -118,6 +119,7 @@ def svd(matrices: Float[Tensor, "*batch rows columns"], name: str = "matrices") 
     )
 
 
+@explains_calls
 def randomized_svd(
     matrices: Float[Tensor, "*batch rows columns"],
     k: int,
@@ -186,6 +188,7 @@ def randomized_svd(
     )
 
 
+@explains_calls
 def effective_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
     """Return the effective rank, the exponential of the entropy of `s / sum(s)`, from 1 to k.
 
@@ -210,6 +213,7 @@ def effective_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
     return torch.where(total[..., 0] > 0, entropy.exp(), 0)
 
 
+@explains_calls
 def stable_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
     """Return the stable rank, the squared Frobenius norm over the squared largest singular value.
 
@@ -230,6 +234,7 @@ def stable_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
     return (s / largest.where(largest > 0, 1)).square().sum(-1)
 
 
+@explains_calls
 def spectral_gap(s: Float[Tensor, "*batch k"], at: int = 1) -> Float[Tensor, "*batch"]:
     """Return singular value number `at` minus the next singular value, in the matrix's unit.
 
@@ -252,6 +257,7 @@ def spectral_gap(s: Float[Tensor, "*batch k"], at: int = 1) -> Float[Tensor, "*b
     return s[..., at - 1] - (s[..., at] if at < s.shape[-1] else 0)
 
 
+@explains_calls
 def condition_number(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
     """Return the condition number, the largest singular value over the smallest: 1 to infinity.
 

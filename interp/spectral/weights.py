@@ -235,8 +235,10 @@ def singular_tokens(
     torch.Size([2, 2, 4])
     """
     require_choice("circuit", circuit, ("ov", "qk", "W_in", "W_out"))
-    if (head is None) == (circuit in ("ov", "qk")):
-        raise ValueError(f"head must be given for 'ov' and 'qk' only; got {head} for {circuit!r}")
+    if head is None and circuit in ("ov", "qk"):
+        raise ValueError(f"head must be given for {circuit!r}, such as head=0; got None")
+    if head is not None and circuit not in ("ov", "qk"):
+        raise ValueError(f"head must be None for {circuit!r}; got {head}")
     folded = FoldedWeights(model, fold, "W_E", "W_U")
     config = folded.model.config
     require_integer("layer", layer, least=-config.n_layers, most=config.n_layers - 1)

@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 from hooks import CacheError
 from hooks.base import (
     NoOthers,
+    explains_calls,
     generator,
     hides_others,
     require_integer,
@@ -164,6 +165,7 @@ class Activations(plots.Shown):
             number, names or [*self.names, *ROWS], store=self._store, listed=listed
         )
 
+    @explains_calls
     def rows(
         self, text: int, offset: int | None = None, names: Sequence[str] | None = None
     ) -> dict[str, Shaped[Tensor, "row ..."]]:
@@ -203,6 +205,7 @@ class Activations(plots.Shown):
             counts = torch.bincount(columns["text"] - file["first"], minlength=file["texts"])
             yield from (part.tolist() for part in columns["tokens"].split(counts.tolist()))
 
+    @explains_calls
     def batches(
         self,
         size: int,
@@ -268,10 +271,11 @@ class Activations(plots.Shown):
         """
         return Shared(partial(self.batches, size, seed, names, window=window))
 
+    @explains_calls
     @hides_others
     def statistics(
         self,
-        names: Sequence[str] | None = None,
+        names: str | Sequence[str] | None = None,
         *,
         part: tuple[int, int] = (0, 1),
         covariance: bool = False,
@@ -283,7 +287,7 @@ class Activations(plots.Shown):
         """Return statistics of each column of points, from one pass over the files.
 
         Args:
-            names: the points. Default: all points.
+            names: the points, or one point. Default: all points.
             part: the number of this reader and the number of readers. Add the statistics of all
                 readers with `+`.
             covariance: whether to compute the products of all pairs of columns.
@@ -297,7 +301,7 @@ class Activations(plots.Shown):
         """
         require_options(others)
         options = {"covariance": covariance, "top": top, "sample": sample, "seed": seed}
-        wanted = [*(names or self.names)]
+        wanted = [names] if isinstance(names, str) else [*(names or self.names)]
 
         def parts() -> Iterator[StatisticsByPoint]:
             """Yield the statistics of each file of this reader."""

@@ -138,7 +138,11 @@ class Folder:
         """
         rule = "be a file of a store (harvest again to replace a damaged file)"
         with storage.one_error(self.path(name), rule, CacheError):
-            facts = strict_json.loads(self._system.cat_file(self.path(name)))
+            try:
+                content = self._system.cat_file(self.path(name))
+            except NotADirectoryError:
+                raise FileNotFoundError(f"a store must be a folder; got {self.name}") from None
+            facts = strict_json.loads(content)
             if not isinstance(facts, dict):
                 raise ValueError(f"it must contain an object; got a {type(facts).__name__}")
         return facts

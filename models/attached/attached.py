@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hooks import HookedRunner, HookPoint, HookPoints
 from hooks.base import (
     agree,
+    attribute_hint,
     carried,
     is_fully_sharded,
     logits_rounding,
@@ -435,7 +436,10 @@ class Attached(ReadsText):
     def __getattr__(self, name: str) -> Any:
         if name.startswith(("W_", "b_")) and self.has(name):
             return getattr(self.plain(), name)
-        raise AttributeError(name)
+        if name.startswith("_"):
+            raise AttributeError(name)
+        hint = attribute_hint(name, ["Attached"]) or "; the model is its .model"
+        raise AttributeError(f"Attached has no attribute {name!r}{hint}")
 
 
 def detach(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import HookError
-from hooks.base import Words, forwards_in, library, tensors_in, without_gradients
+from hooks.base import HintsAtNames, Words, forwards_in, library, tensors_in, without_gradients
 from models.mode import mode
 
 Kernel = Callable[..., tuple[Tensor, Any]]
@@ -84,7 +84,7 @@ LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(HintsAtNames):
     """The sizes of an attached model, under the names of `models.TransformerConfig`.
 
     Attributes:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from hooks.base import library, require_device, require_kind, shows_progress, storage
+from hooks.base import damage_of, library, require_device, require_kind, shows_progress, storage
 from models import verification
 from models.checkpoints.huggingface import load_huggingface
 from models.checkpoints.own import BUNDLED, CONFIG, list_models, load_own
@@ -105,6 +105,7 @@ def load(
         model = _load_weights(path, kind, dtype=dtype, device=device, ignore=ignore)
         path = path.parent
     elif path.is_file():
+        _require_gguf(path)
         from models.checkpoints.gguf import load_gguf
 
         model = load_gguf(path, dtype, device=device, ignore=ignore)
@@ -130,6 +131,21 @@ def _kind_of_weights(file: Path) -> str:
         return "safetensors"
     is_saved = begin[:4] == b"PK\x03\x04" or begin[:2] in (b"\x80\x02", b"\x80\x04")
     return "torch.save" if is_saved else ""
+
+
+def _require_gguf(file: Path) -> None:
+    """Check that a file without known weights is named as GGUF, or begins like GGUF.
+
+    Raises:
+        ValueError: if the file is of another kind; the error names the kinds.
+    """
+    with file.open("rb") as opened:
+        begins_as_gguf = opened.read(4) == b"GGUF"
+    if not (begins_as_gguf or file.suffix.lower() == ".gguf" or damage_of(file)):
+        raise ValueError(
+            f"{file} must be weights (.safetensors, .pt, .bin or .gguf); for other files, pass the "
+            f"folder of the model, with {CONFIG} and weights"
+        )
 
 
 def _load_weights(

@@ -24,6 +24,7 @@ from hooks.base import (
     NoOthers,
     Text,
     Texts,
+    explains_calls,
     hides_others,
     is_columns,
     is_integer,
@@ -80,6 +81,7 @@ class GenerationOptions(TypedDict, total=False):
     prefill_chunk: int
 
 
+@explains_calls
 def generate(
     model: Transformer, prompts: Texts, *, max_new_tokens: int, **options: Unpack[GenerationOptions]
 ) -> list[list[int]]:
@@ -124,6 +126,7 @@ def generate(
     return [text + added[:length] for text, (length, *added) in zip(texts, rows, strict=True)]
 
 
+@explains_calls
 def generate_text(
     model: Transformer, prompts: Texts, *, max_new_tokens: int, **options: Unpack[GenerationOptions]
 ) -> Any:

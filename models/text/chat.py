@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from hooks.base import Text, language_of
+from hooks.base import Text, explains_calls, language_of
 from models.text.templates import ChatTemplate, Messages
 
 
+@explains_calls
 def chat(
     model: nn.Module,
     messages: Messages | Sequence[Messages],

@@ -158,9 +158,12 @@ class ReadsText:
     ) -> Text:
         """Return the tokens of texts of any lengths as one batch."""
         empty = [n for n, tokens in enumerate(rows) if not tokens]
-        if empty or not rows:
+        if not rows:
+            raise ValueError("texts must contain at least one text; got 0 texts")
+        if empty:
             raise ValueError(
-                f"each text must have at least one token; got {len(rows)} texts, empty: {empty}"
+                f"each text must have at least one token; got {len(rows)} texts, of which these "
+                f"are empty: {empty}"
             )
         return Text.padded(
             [*map(torch.tensor, rows)],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hooks.base import Count, progress_bar
+from hooks.base import Count, explains_calls, progress_bar
 from models.mode import mode
 from models.training.data import (
     Batches,
@@ -56,6 +56,7 @@ class TrainingResult:
         return f"{text} (nats per token)"
 
 
+@explains_calls
 def train(
     model: Transformer,
     data: "TrainingText | Batches",

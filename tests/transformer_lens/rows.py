@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from interp import Result
+
 FILE = Path(__file__).with_name("rows.npz")
 GUIDE = Path(__file__).parents[2] / "examples" / "guides" / "from_transformer_lens.ipynb"
 KEPT = 80  # how many numbers of each result are stored
@@ -54,7 +56,8 @@ def numbers(value):
     value = "".join(value) if isinstance(value, list) and isinstance(value[0], str) else value
     if isinstance(value, str):
         value = [*value.encode()]
-    if not hasattr(value, "shape") and not isinstance(value, int | float | list):
+    is_numbers = hasattr(value, "shape") and not isinstance(value, Result)
+    if not is_numbers and not isinstance(value, int | float | list):
         return None
     array = value.detach().numpy() if hasattr(value, "detach") else np.asarray(value)
     return array.astype(np.float32).ravel()[:KEPT]

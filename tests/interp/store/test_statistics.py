@@ -35,7 +35,9 @@ def test_statistics_match_numpy(tmp_path):
     store = harvest(model, texts, ["*.mlp.post", "*.attn.z"], tmp_path, per_file=4)
     streamed = statistics(model, iter(texts), "*.mlp.post", covariance=True, top=3, batch=5)
     stored = store.statistics([NAME], covariance=True, top=3)
-    for one in (streamed[NAME], stored[NAME]):
+    # One point needs no list.
+    of_one = store.statistics(NAME, covariance=True, top=3)
+    for one in (streamed[NAME], stored[NAME], of_one[NAME]):
         assert one.n == len(rows)
         close = dict(atol=1e-12, rtol=1e-9)
         np.testing.assert_allclose(one.mean, rows.mean(0), **close)
