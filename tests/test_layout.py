@@ -53,7 +53,7 @@ def test_imports_go_one_way():
 # The files and packages of `interp`. Each imports only earlier entries, and a package also its own
 # files.
 INTERP = """shadowed transformer_lens hints numbers kinds plots protocol inputs measuring metrics pairs edits results graph runs
-    spectral reading features effects store directions alignment attribution_graphs steps report cli __main__""".split()
+    spectral reading features effects store directions diffing alignment attribution_graphs steps report cli __main__""".split()
 # In these packages, only these files may be imported by other files of the package.
 FLAT = {
     "spectral": "singular factored folded",
@@ -192,7 +192,7 @@ PUBLIC = {
         generate_steps train skip_token_checks verify""",
     "interp": """Circuit FactoredMatrix JacobianLens LanguageModel Metric Pairs Result Steps suppressed receiver_heads resampled
         TunedLens accumulated_logits accuracy activation_patching apply_norm
-        acdc attribution_graph attribution_patching circuit_auroc circuits compare_effects completeness composition_scores
+        acdc attribution_graph attribution_patching circuit_auroc circuits compare_effects compare_models completeness composition_scores
         copying_scores cross_entropy circuit_curve decompose direct_logit_attribution
         edge_attribution edge_patching edits evaluate_sae expert_load faithfulness features full_circuits graph head_scores hooks_name
         integrated_gradients jacobian_lens kl_divergence load_crosscoder load_sae load_transcoders log_prob logit_diff logit_lens
@@ -224,7 +224,7 @@ def test_public_names_show_how_they_are_used(package):
     assert not silent
 
 
-FACES = "interp.directions interp.alignment interp.store interp.features interp.edits interp.plots"
+FACES = "interp.directions interp.diffing interp.alignment interp.store interp.features interp.edits interp.plots"
 # A config has a field for each difference between architectures.
 LONG = {"TransformerConfig"}
 

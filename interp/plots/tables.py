@@ -139,11 +139,12 @@ def image(
 
 @explains_calls
 def together(title: str, results: Mapping[str, Any]) -> View:
-    """Draw several results below each other, each with its heading.
+    """Draw several results or pictures below each other, each with its heading.
 
     Args:
         title: the title above all results.
-        results: the results by heading; see `effects`.
+        results: the results by heading; see `effects`. A value can also be a `View`, whose parts
+            are drawn.
 
     >>> from interp import Result
     >>> one = Result(torch.tensor([[1.0, 3.0, 2.0]]), ("layer", "example"), unit="logits")
@@ -152,7 +153,8 @@ def together(title: str, results: Mapping[str, Any]) -> View:
     """
     parts = []
     for heading, result in results.items():
-        for number, part in enumerate(effects(result).parts):
+        view = result if isinstance(result, View) else effects(result)
+        for number, part in enumerate(view.parts):
             parts.append({**part, "heading": heading if number == 0 else ""})
     return View(title, parts)
 

@@ -1,0 +1,16 @@
+"""Differences between two models with the same points, such as a model before and after a
+fine-tuning.
+
+Read `change` first: `compare_models` and its result. `twins` checks and runs the two models, and
+`adapters` makes two models of one model with an adapter. `streams` measures predictions and the
+residual stream. `means` and `promoted` read mean differences, and `matrices` reads the weights.
+"""
+
+from hooks.base import missing_name as _missing_name
+from interp.diffing.change import ModelChange, compare_models
+from interp.diffing.matrices import MatrixChange, WeightChanges
+from interp.diffing.promoted import DifferenceLens
+
+__all__ = ["DifferenceLens", "MatrixChange", "ModelChange", "WeightChanges", "compare_models"]
+
+__getattr__ = _missing_name(__name__, __all__)

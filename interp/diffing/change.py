@@ -1,0 +1,342 @@
+"""Compare two models: their predictions, their residual streams and their weights, with controls.
+
+1. `compare_models` converts the texts to tokens with both models, which must have the same points
+   and read the same tokens (`twins`).
+2. Both models read the texts. Predictions and streams are compared at every token (`streams`). For
+   several checkpoints, this is repeated, and `curves` contains one number for each checkpoint,
+   layer and text.
+3. The result reads the models again only on request: `lens`, `difference` and `weights`.
+
+A large difference is not an important one. So each table has controls: the same number for random
+directions, for other texts, and for shuffled texts or models.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hooks.base import (
+    Texts,
+    each_text,
+    generator,
+    shown,
+    shows_progress,
+    without_gradients,
+    writer_of,
+)
+from interp import plots
+from interp.diffing.matrices import WeightChanges, weight_changes
+from interp.diffing.means import means_of
+from interp.diffing.promoted import DifferenceLens, directions_of, promoted
+from interp.diffing.streams import StreamChange, stream_change
+from interp.diffing.twins import TwoModels
+from interp.directions import Direction
+from interp.results.result import Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Checkpoints = (
+    nn.Module
+    | Mapping[Any, Any]
+    | Iterable[nn.Module | Callable[[], nn.Module]]
+    | Callable[[], Iterable[nn.Module]]
+)
+"""One tuned model or several checkpoints; see `compare_models`."""
+
+_TEXTS_SHOWN = 3
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ModelChange(plots.Shown):
+    """Differences between a tuned model and its base on some texts.
+
+    Numbers at padding are NaN. For texts of different lengths, the mean of a `Result` is NaN at
+    positions that a text does not have; `curves` contains means over the tokens of each text.
+
+    Attributes:
+        kl: KL(tuned ‖ base) of the predictions at each position, in nats: `Result` [pos, example].
+        stream: the norm of the difference of `resid_post`, divided by the norm of the base:
+            `Result` [layer, pos, example].
+        curves: the mean of `stream` over the tokens of each text: `Result` [checkpoint, layer,
+            example]. A single model is one checkpoint. All other attributes and methods belong to
+            the last checkpoint.
+        kl_curve: the mean of `kl` over the tokens of each text: `Result` [checkpoint, example].
+        controls: by `kl` and `stream`, the same numbers for controls. `other texts`: the base on
+            the next text, in place of the tuned model. `shuffled`: the tuned model on the next
+            text. `random`, for `kl`: the base with a random direction of the size of the
+            difference, added to its last stream. (A random direction of this size has the same
+            number in `stream`.) The next text is read at the same position.
+
+    """
+
+    kl: Result
+    stream: Result
+    curves: Result
+    kl_curve: Result
+    controls: Mapping[str, Mapping[str, Result]]
+    _models: TwoModels
+    _rows: list[list[int]]
+    _batch: int
+    _seed: int
+
+    is_plot = True
+
+    @cached_property
+    @without_gradients
+    def weights(self) -> WeightChanges:
+        """The change of each weight: its relative size, its effective rank next to the rank of a
+        random matrix, and its largest singular directions. For matrices that write to the stream,
+        the tokens that these directions promote, next to random directions.
+
+        They are computed at the first access.
+
+        Raises:
+            ValueError: if the models have weights with different names or shapes, or if the matrix
+                of an adapter cannot be computed.
+        """
+        return weight_changes(self._models, self._rows[0], seed=self._seed)
+
+    @without_gradients
+    def lens(self, layer: int, first: int = 5, *, draws: int = 3) -> DifferenceLens:
+        """Return the tokens that the mean difference over the first tokens of the texts promotes.
+
+        The texts need not be about the subject of the fine-tuning: these tokens often name this
+        subject on any texts (Minder et al. 2025, arXiv 2510.13900). Compare them with the tokens
+        of the controls.
+
+        Args:
+            layer: the layer of `resid_post`; negative layers count from the last one.
+            first: the number of first tokens of each text.
+            draws: the number of random directions, and of random exchanges of the models.
+
+        Raises:
+            ValueError: if the layer does not exist, or `first` is below 1.
+        """
+        means = means_of(
+            self._models,
+            self._rows,
+            site="resid_post",
+            layer=layer,
+            first=first,
+            batch=self._batch,
+        )
+        directions = directions_of(means, draws=draws, seed=self._seed)
+        return promoted(self._models, means.name, directions)
+
+    @without_gradients
+    def difference(
+        self, site: str = "resid_post", layer: int = -1, first: int | None = None
+    ) -> Direction:
+        """Return the mean difference of a value, tuned - base, as a direction.
+
+        `edits.add` steers both models along this direction. The point halfway between the means of
+        the two models has the score 0; see `Direction.scores`.
+
+        Args:
+            site: the last part of the name of the point, such as `resid_post` or `z`. Axes after
+                `pos` are flattened.
+            layer: the layer; negative layers count from the last one.
+            first: the number of first tokens of each text that are read. Default: all tokens.
+
+        Raises:
+            UnknownNameError: if the site is unknown.
+            ValueError: if the layer does not exist, or the value has no axis `pos` after `batch`.
+        """
+        means = means_of(
+            self._models, self._rows, site=site, layer=layer, first=first, batch=self._batch
+        )
+        vector = means.difference()
+        middle = (means.mean("tuned") + means.mean("base")) / 2
+        shuffled = means.shuffled(generator(self._seed, "exchange", 0))
+        about = {
+            "by": "difference of models",
+            "site": site,
+            "tokens": int(means.counts.sum()),
+            "length for shuffled models": round(float(shuffled.norm()), 6),
+        }
+        return Direction({means.name: vector.float()}, {means.name: -float(middle @ vector)}, about)
+
+    def plot(self) -> "Figure":
+        """Plot the stream's relative difference by layer and position; see `Result.plot`."""
+        return _over_texts(self.stream).plot()
+
+    def view(self) -> plots.View:
+        """Draw the texts with the largest divergence, coloured by divergence; the difference of the
+        stream by layer and position; and the spectra of the largest changes of weights.
+        """
+        pages: dict[str, Any] = {}
+        means = self.kl.values.nanmean(0)
+        for number in means.argsort(descending=True)[:_TEXTS_SHOWN].tolist():
+            row = self._rows[number]
+            write = writer_of(self._models.tuned)
+            words = [*map(str, row)] if write is None else write(row)
+            values = self.kl.values[: len(row), number]
+            heading = f"KL(tuned ‖ base) at each token of text {number}"
+            pages[heading] = plots.text(words, values, unit="nats", title=heading)
+        heading = "difference of the stream, relative to the base"
+        pages[heading] = _over_texts(self.stream)
+        pages["changes of weights"] = self.weights.view()
+        page = plots.together("differences between two models", pages)
+        return plots.View(page.title, page.parts, says=repr(self).splitlines())
+
+    def _writers(self) -> dict[str, Any]:
+        """Return the functions that write files: only the page, because the view has no figure."""
+        writers = super()._writers()
+        return {".html": writers[".html"]}
+
+    def __repr__(self) -> str:
+        n_texts = len(self._rows)
+        kl = {"tuned": self.kl, **self.controls["kl"]}
+        lines = [f"ModelChange on {n_texts} texts, {sum(map(len, self._rows))} tokens"]
+        numbers = [f"{name} {_mean(result.values):.4g}" for name, result in kl.items()]
+        lines.append(f"  KL from the base in nats: {', '.join(numbers)}")
+        stream = {"tuned": self.stream, **self.controls["stream"]}
+        layers = [*self.stream.labels["layer"]]
+        by_layer = [_mean(values) for values in self.stream.values]
+        largest = max(range(len(layers)), key=by_layer.__getitem__)
+        for index in sorted({0, largest, len(layers) - 1}):
+            numbers = [f"{name} {_mean(r.values[index]):.4g}" for name, r in stream.items()]
+            lines.append(f"  difference of the stream, layer {layers[index]}: {', '.join(numbers)}")
+        return "\n".join(lines)
+
+
+@shows_progress
+@without_gradients
+def compare_models(
+    tuned: "Checkpoints",
+    base: nn.Module | None = None,
+    texts: Texts | None = None,
+    *,
+    batch: int = 8,
+    seed: int = 0,
+    progress: bool = True,
+) -> ModelChange:
+    """Return the differences between a tuned model and its base on some texts.
+
+    Both models have the same points, axes and sizes. They may be on two devices; values of the base
+    are moved. Of each model, the residual stream of one batch is in memory. A model with an adapter
+    of peft (attach it with `models.attach`) is both models, without a second copy of the weights.
+
+    Args:
+        tuned: the tuned model. Or several checkpoints: a list, an iterator or a function that
+            returns one of these, or a mapping from labels (such as steps). Their items are models,
+            or functions that load a model, so that only one is in memory.
+        base: the base. None: each tuned model with its adapters off.
+        texts: the texts, which need not be related to the fine-tuning.
+        batch: the largest number of texts in a batch.
+        seed: the seed of the controls.
+        progress: whether to show a progress bar after two seconds.
+
+    Raises:
+        ValueError: if names, axes or sizes of the models differ (the error names the first
+            difference), if their tokenizers return different tokens for a text, or if `base` is
+            None and the model has no adapter that can be switched off.
+        TypeError: if a model has no hook points or no `unembed`.
+        ModeError: if a model is in training mode.
+
+    >>> import copy
+    >>> from models import load
+    >>> base = load("pydoc-4l")
+    >>> tuned = copy.deepcopy(base)
+    >>> with torch.no_grad():
+    ...     _ = tuned.blocks[2].mlp.output.weight.mul_(1.3)
+    >>> change = compare_models(tuned, base, ["def f(x):", "Return the"])
+    >>> change.weights.changed
+    ['blocks.2.mlp.output.weight']
+    >>> change.stream.select(layer=1).values.nan_to_num().max()
+    tensor(0.)
+    """
+    if texts is None:
+        raise ValueError("texts must be one or several texts; got None")
+    texts = [*each_text(texts)]
+    labels, curves, kl_curve = [], [], []
+    models: TwoModels | None = None
+    measured: StreamChange | None = None
+    for label, load in _checkpoints(tuned):
+        # Free the earlier checkpoint before the next one is loaded. Only the last is needed later.
+        models = None
+        models = TwoModels(load(), base)
+        rows = models.read(texts)
+        measured = stream_change(models, rows, batch=batch, seed=seed)
+        labels.append(label)
+        curves.append(measured.stream.values.nanmean(1))
+        kl_curve.append(measured.kl.values.nanmean(0))
+    if models is None or measured is None:
+        raise ValueError("tuned must contain at least one model; got none")
+    curve_labels = {"checkpoint": labels, "layer": measured.stream.labels["layer"]}
+    return ModelChange(
+        kl=measured.kl,
+        stream=measured.stream,
+        curves=Result(
+            torch.stack(curves),
+            ("checkpoint", "layer", "example"),
+            labels=curve_labels,
+            unit=measured.stream.unit,
+            about=measured.stream.about,
+        ),
+        kl_curve=Result(
+            torch.stack(kl_curve),
+            ("checkpoint", "example"),
+            labels={"checkpoint": labels},
+            unit=measured.kl.unit,
+            about=measured.kl.about,
+        ),
+        controls=measured.controls,
+        _models=models,
+        _rows=rows,
+        _batch=batch,
+        _seed=seed,
+    )
+
+
+def _checkpoints(tuned: Any) -> Iterator[tuple[Any, Callable[[], nn.Module]]]:
+    """Yield a label and a function that returns the model, for each checkpoint.
+
+    Args:
+        tuned: one model, or several; see `compare_models`.
+
+    Raises:
+        TypeError: if this is not a model, and contains no models.
+    """
+    if isinstance(tuned, nn.Module):
+        yield "tuned", lambda: tuned
+        return
+    several = tuned() if callable(tuned) else tuned
+    if not isinstance(several, Iterable):
+        raise TypeError(
+            "tuned must be a model, or several models: a list, a mapping, an iterator or a "
+            f"function that returns one; got {shown(tuned)}"
+        )
+    items = several.items() if isinstance(several, Mapping) else enumerate(several)
+    for label, item in items:
+        yield label, _loader(item)
+
+
+def _loader(item: Any) -> Callable[[], nn.Module]:
+    """Return a function that returns the model of a checkpoint: the item, if it is no model."""
+    if isinstance(item, nn.Module) or not callable(item):
+        return lambda: item
+    load: Callable[[], nn.Module] = item
+    return load
+
+
+def _over_texts(result: Result) -> Result:
+    """Return the mean over the texts that have a token at each position, as one example."""
+    return Result(
+        result.values.nanmean(-1, keepdim=True),
+        result.axes,
+        labels={axis: labels for axis, labels in result.labels.items() if axis != "example"},
+        unit=result.unit,
+        words=result.words,
+        about=result.about,
+    )
+
+
+def _mean(values: Tensor) -> float:
+    """Return the mean of all numbers that exist."""
+    return float(values.nanmean())

@@ -1,0 +1,507 @@
+"""Changes of the weights between two models, matrix by matrix.
+
+1. `weights_of` lists the weights of a model by name. A weight with an adapter is the weight of the
+   base plus the adapter's own matrix, such as B·A, which is never added to the large weight.
+2. `_difference` subtracts the weights of the base, in float64.
+3. Changed matrices are decomposed (`spectral.singular`), with the rank of the adapter as a bound.
+4. `_writers` finds the matrices whose output is added to the stream: one short text is run, and
+   the outputs of modules are compared with the points `attn_out` and `mlp_out`. The directions
+   that these matrices write are read as tokens.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from hooks import UnknownNameError
+from hooks.base import generator, progress_of, tensors_in, to_device, unknown_name, writer_of
+from hooks.shared import Session, hooks_disabled, names_by_layer
+from interp import plots
+from interp.diffing.adapters import adapter_layers
+from interp.diffing.promoted import logits_of_directions
+from interp.diffing.twins import TwoModels
+from interp.results.result import Result
+from interp.spectral import effective_rank, randomized_svd, svd
+
+# The number of tokens of the text that finds the writers, and of printed tokens.
+_SHORT = 8
+_SHOWN = 5
+# The most matrices that are printed or drawn.
+_MOST = 12
+_MOST_SPECTRA = 6
+
+
+class Weight(NamedTuple):
+    """A weight of a model.
+
+    Attributes:
+        module: the module that owns the parameter.
+        parameter: the parameter, without the adapter.
+        added: a function that returns the matrix of the adapter; None without an adapter.
+        rank: a bound on the rank of this matrix; None if no bound is known.
+    """
+
+    module: nn.Module
+    parameter: Tensor
+    added: Callable[[], Tensor] | None = None
+    rank: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixChange:
+    """The change of one weight: tuned - base, with the shape of the parameter.
+
+    A vector is a matrix with one row. Of a weight with more than two axes, all axes but the last
+    are joined.
+
+    Attributes:
+        name: the name of the parameter in the model.
+        shape: the shape of the parameter.
+        relative: the Frobenius norm of the change, divided by the norm of the weight of the base.
+        effective_rank: the effective rank of the change (`spectral.effective_rank`); 0 without a
+            change.
+        random_rank: the effective rank of a random matrix with the same shape.
+        s: the singular values of the change, descending; empty without a change. For an adapter,
+            the values beyond its rank are left out, because they are 0.
+        u, vh: the first singular directions, in columns and rows.
+        writes: the first directions that the matrix writes to the stream; None if its output is not
+            added to the stream itself.
+        tokens: by direction, the tokens that it promotes (end 0) and that its opposite promotes
+            (end 1), as texts, or as numbers without a tokenizer; empty if `writes` is None.
+        strength: by direction and end, the largest logit minus the mean logit.
+        random_strength: the mean of the same number for random directions.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    relative: float
+    effective_rank: float = 0.0
+    random_rank: float = 0.0
+    s: Float[Tensor, " k"] | None = None
+    u: Float[Tensor, "rows _top"] | None = None
+    vh: Float[Tensor, "_top columns"] | None = None
+    writes: Float[Tensor, "_top d_model"] | None = None
+    tokens: tuple[tuple[list[Any], ...], ...] = ()
+    strength: Float[Tensor, "_top end"] | None = None
+    random_strength: float = math.nan
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class WeightChanges(plots.Shown):
+    """Changes of all weights, the largest relative change first.
+
+    Attributes:
+        changes: the changes, also of weights that did not change.
+
+    """
+
+    changes: tuple[MatrixChange, ...]
+
+    @property
+    def changed(self) -> list[str]:
+        """The names of the weights that changed, the largest relative change first."""
+        return [change.name for change in self.changes if change.relative > 0]
+
+    def __getitem__(self, name: str) -> MatrixChange:
+        """Return the change of a weight by its name.
+
+        Raises:
+            UnknownNameError: if there is no such weight. The error contains close matches.
+        """
+        by_name = {change.name: change for change in self.changes}
+        if name not in by_name:
+            raise unknown_name(name, by_name, "weight of both models")
+        return by_name[name]
+
+    def result(self) -> Result:
+        """Return the relative changes of all weights as a table [matrix, example]."""
+        return Result(
+            torch.tensor([[change.relative] for change in self.changes], dtype=torch.float64),
+            ("matrix", "example"),
+            labels={"matrix": [change.name for change in self.changes]},
+            unit="norms of the base",
+        )
+
+    def view(self) -> plots.View:
+        """Draw the singular values of the largest changes, and list the tokens of directions."""
+        parts = self._spectra()
+        return plots.View("changes of weights", parts, says=repr(self).splitlines())
+
+    def _spectra(self) -> list[Any]:
+        """Return the parts of a picture: singular values, each divided by the largest."""
+        drawn = [change for change in self.changes if change.s is not None][:_MOST_SPECTRA]
+        if not drawn:
+            return []
+        n = max(len(change.s) for change in drawn if change.s is not None)
+        lines = {}
+        for change in drawn:
+            assert change.s is not None
+            line = torch.zeros(n, dtype=torch.float64)
+            line[: len(change.s)] = change.s / change.s[0]
+            lines[change.name] = line
+        title = "singular values of the largest changes of weights"
+        return plots.curves(lines, axis="rank", unit="of the largest", title=title).parts
+
+    def __repr__(self) -> str:
+        changed = [change for change in self.changes if change.relative > 0]
+        lines = [f"WeightChanges: {len(changed)} of {len(self.changes)} weights changed"]
+        for change in changed[:_MOST]:
+            lines.append(
+                f"  {change.name} {[*change.shape]}: relative change {change.relative:.3g}, "
+                f"effective rank {change.effective_rank:.3g} (random {change.random_rank:.3g})"
+            )
+            for number, ends in enumerate(change.tokens[:1]):
+                strength = [] if change.strength is None else change.strength[number].tolist()
+                for sign, tokens, size in zip("+-", ends, strength, strict=True):
+                    words = " ".join(map(repr, tokens[:_SHOWN]))
+                    lines.append(
+                        f"    {sign} {words}  logit {size:.3g} (random "
+                        f"{change.random_strength:.3g})"
+                    )
+        if len(changed) > _MOST:
+            lines.append(f"  … and {len(changed) - _MOST} more")
+        return "\n".join(lines)
+
+
+def weight_changes(
+    models: TwoModels, row: list[int], top: int = 3, n_tokens: int = 10, seed: int = 0
+) -> WeightChanges:
+    """Return the changes of all weights between two models.
+
+    Args:
+        models: the two models.
+        row: the tokens of a text, whose first tokens are run to find the matrices that write to the
+            stream.
+        top: the number of singular directions of each matrix.
+        n_tokens: the number of tokens of each direction.
+        seed: the seed of random matrices and directions.
+
+    Raises:
+        ValueError: if the models have different weights, or the matrix of an adapter cannot be
+            computed. The error names the first such weight.
+    """
+    tuned = weights_of(models.tuned, with_adapter=True)
+    base = weights_of(models.base, with_adapter=not models.is_one)
+    _require_same_weights(tuned, base)
+    writers = _writers(models, row)
+    decomposed = _Decomposer(models, top=top, n_tokens=n_tokens, seed=seed)
+    changes = []
+    for name in progress_of(tuned, "weights", len(tuned)):
+        writer = writers.get(base[name].module) if name.endswith(".weight") else None
+        changes.append(decomposed.change(name, tuned=tuned[name], base=base[name], writer=writer))
+    changes.sort(key=lambda change: change.relative, reverse=True)
+    return WeightChanges(tuple(changes))
+
+
+def weights_of(model: nn.Module, *, with_adapter: bool) -> dict[str, Weight]:
+    """Return the weights of a model by name, without the parts of the names that peft adds.
+
+    Args:
+        model: the model.
+        with_adapter: whether the adapter is on.
+    """
+    layers = adapter_layers(model)
+    inner = [
+        f"{name}.{part}." for name, layer in layers.items() for part in layer.adapter_layer_names
+    ]
+    modules = dict(model.named_modules())
+    weights = {}
+    for name, parameter in model.named_parameters():
+        if name.startswith(tuple(inner)):
+            continue
+        owner, _, last = name.rpartition(".")
+        weight = Weight(modules[owner], parameter)
+        parent, _, part = owner.rpartition(".")
+        layer = layers.get(parent)
+        if with_adapter and layer is not None and part == "base_layer" and last == "weight":
+            weight = _adapted(weight, parent, layer)
+        elif with_adapter and layer is not None and part == "original_module":
+            for adapter in layer.active_adapters:
+                saved = layer.modules_to_save[adapter].get_parameter(last)
+                weight = Weight(modules[owner], saved)
+        weights[_plain_name(name)] = weight
+    return weights
+
+
+def _plain_name(name: str) -> str:
+    """Return the name of a parameter without the parts that peft adds."""
+    parts = [part for part in name.split(".") if part not in ("base_layer", "original_module")]
+    return ".".join(parts).removeprefix("base_model.model.")
+
+
+def _adapted(weight: Weight, name: str, layer: Any) -> Weight:
+    """Return a weight with the matrix of its active adapters.
+
+    Args:
+        weight: the weight without the adapters.
+        name: the name of the adapted module.
+        layer: the adapted module.
+    """
+    adapters = [adapter for adapter in layer.active_adapters if _has(layer, adapter)]
+    if not adapters or layer.disable_adapters:
+        return weight
+
+    def added() -> Tensor:
+        total: Tensor = sum(layer.get_delta_weight(adapter).double() for adapter in adapters)
+        _require_linear(name, layer, total)
+        return total
+
+    ranks: Any = getattr(layer, "r", None)
+    has_ranks = isinstance(ranks, dict) and hasattr(layer, "lora_A")
+    rank = sum(ranks[adapter] for adapter in adapters) if has_ranks else None
+    return Weight(weight.module, weight.parameter, added, rank)
+
+
+def _has(layer: Any, adapter: str) -> bool:
+    """Return whether a layer has weights of an adapter."""
+    return any(adapter in getattr(layer, part) for part in layer.adapter_layer_names)
+
+
+@torch.no_grad()
+def _require_linear(name: str, layer: Any, added: Float[Tensor, "rows columns"]) -> None:
+    """Check that an adapter adds a matrix to the weight, by the output of the module with it and
+    without it.
+
+    Raises:
+        ValueError: if it adds another value, as DoRA and adapters with a bias do.
+    """
+    inner = layer.get_base_layer()
+    parameter = inner.weight
+    if isinstance(inner, nn.Embedding):
+        x = torch.arange(min(_SHORT, len(parameter)), device=parameter.device)
+        expected = added[: len(x)]
+    else:
+        x = torch.randn(_SHORT, layer.in_features, generator=generator(0, name)).to(parameter)
+        is_transposed = added.shape[0] == layer.in_features != layer.out_features
+        is_transposed |= getattr(layer, "fan_in_fan_out", False) is True
+        expected = x.double() @ (added if is_transposed else added.mT)
+    output = hooks_disabled(layer, x).double()
+    without = hooks_disabled(inner, x).double()
+    gap = (output - without - expected).norm()
+    if gap > 1e-3 * expected.norm() + 1e-5 * output.norm():
+        raise ValueError(
+            f"an adapter must add a matrix to the weight; got {type(layer).__name__} at {name}, "
+            "which does not: merge a copy of the adapter, and compare two models"
+        )
+
+
+def _require_same_weights(tuned: dict[str, Weight], base: dict[str, Weight]) -> None:
+    """Check that two models have weights with the same names and shapes.
+
+    Raises:
+        ValueError: if they do not. The error names the first difference.
+    """
+    for name in [*tuned, *base]:
+        if name not in tuned or name not in base:
+            which = "tuned" if name in tuned else "base"
+            raise ValueError(
+                f"both models must have the same weights; got {name}, which only {which} has"
+            )
+        ours, theirs = (tuple(weights[name].parameter.shape) for weights in (tuned, base))
+        if ours != theirs:
+            raise ValueError(
+                f"both models must have the same shape of {name}; got {[*ours]} and {[*theirs]}"
+            )
+
+
+def _difference(tuned: Weight, base: Weight) -> Float[Tensor, "..."]:
+    """Return the change of a weight in float64, on the device of the tuned model.
+
+    A weight that both models share adds no rounding to the matrix of an adapter.
+    """
+    parameter = tuned.parameter.detach()
+    if tuned.parameter is base.parameter:
+        change = torch.zeros(parameter.shape, dtype=torch.float64, device=parameter.device)
+    else:
+        other = to_device(base.parameter.detach(), parameter.device)
+        change = parameter.double() - other.double()
+    for weight, sign in ((tuned, 1), (base, -1)):
+        if weight.added is not None:
+            change = change + sign * weight.added().detach().to(change)
+    return change
+
+
+class _Decomposer:
+    """Decompositions of changes, with random matrices and directions that are computed once.
+
+    Args:
+        models: the two models.
+        top, n_tokens, seed: see `weight_changes`.
+    """
+
+    def __init__(self, models: TwoModels, top: int, n_tokens: int, seed: int) -> None:
+        self.models = models
+        self.top = top
+        self.n_tokens = n_tokens
+        self.seed = seed
+        self._random_ranks: dict[tuple[int, int], float] = {}
+        self._random_strength: float | None = None
+
+    def change(self, name: str, tuned: Weight, base: Weight, writer: bool | None) -> MatrixChange:
+        """Return the change of one weight.
+
+        Args:
+            name: the name of the weight.
+            tuned, base: the weight in both models.
+            writer: None if the weight does not write to the stream; otherwise whether its columns
+                (True) or its rows (False) are vectors of the stream.
+        """
+        change = _difference(tuned, base)
+        shape = tuple(change.shape)
+        size = float(change.norm())
+        norm = float(base.parameter.detach().double().norm())
+        if not size:
+            return MatrixChange(name, shape, 0.0)
+        relative = size / norm if norm else math.inf
+        matrix = change.reshape(-1, change.shape[-1]) if change.ndim else change.reshape(1, 1)
+        bound = min(matrix.shape)
+        rank = tuned.rank if tuned.parameter is base.parameter else None
+        if rank is not None and rank < bound:
+            decomposition = randomized_svd(matrix, rank, seed=self.seed)
+        else:
+            decomposition = svd(matrix)
+        top = min(self.top, len(decomposition.s))
+        u, vh = decomposition.u[:, :top], decomposition.vh[:top]
+        found = MatrixChange(
+            name=name,
+            shape=shape,
+            relative=relative,
+            effective_rank=float(effective_rank(decomposition.s)),
+            random_rank=self._random_rank(matrix),
+            s=decomposition.s.cpu(),
+            u=u.cpu(),
+            vh=vh.cpu(),
+        )
+        return found if writer is None else self._with_tokens(found, u.mT if writer else vh)
+
+    def _with_tokens(
+        self, change: MatrixChange, directions: Float[Tensor, "top d_model"]
+    ) -> MatrixChange:
+        """Return a change with the tokens of the directions that the matrix writes."""
+        both = torch.stack([directions, -directions], 1)
+        logits = logits_of_directions(self.models, both.flatten(0, 1))
+        best = logits.topk(min(self.n_tokens, logits.shape[-1]))
+        strength = best.values[:, 0] - logits.mean(-1)
+        to_text = writer_of(self.models.tuned)
+        ids = best.indices.unflatten(0, both.shape[:2])
+        words = ids.tolist() if to_text is None else to_text(ids)
+        if self._random_strength is None:
+            draws = generator(self.seed, "strength")
+            random = torch.randn(_SHORT, directions.shape[1], generator=draws, dtype=torch.float64)
+            random = random / random.norm(dim=-1, keepdim=True)
+            of_random = logits_of_directions(self.models, random)
+            self._random_strength = float((of_random.amax(-1) - of_random.mean(-1)).mean())
+        return replace(
+            change,
+            writes=directions.cpu(),
+            tokens=tuple(tuple(ends) for ends in words),
+            strength=strength.view(both.shape[:2]),
+            random_strength=self._random_strength,
+        )
+
+    def _random_rank(self, matrix: Float[Tensor, "rows columns"]) -> float:
+        """Return the effective rank of a random matrix of the same shape."""
+        shape = matrix.shape[0], matrix.shape[1]
+        if shape not in self._random_ranks:
+            random = torch.randn(shape, generator=generator(self.seed, *shape), dtype=torch.float64)
+            self._random_ranks[shape] = float(effective_rank(svd(random).s))
+        return self._random_ranks[shape]
+
+
+@torch.no_grad()
+def _writers(models: TwoModels, row: list[int]) -> dict[nn.Module, bool]:
+    """Return the modules whose output is added to the stream, from a run of one short text.
+
+    The value is True if the weight is [d_model, in], as in `nn.Linear`, and False if it is
+    [in, d_model]. The output may be multiplied by a number before it is added.
+
+    Args:
+        models: the two models.
+        row: the tokens of a text.
+    """
+    reads: dict[nn.Module, Tensor] = {}
+    outputs: dict[nn.Module, Tensor] = {}
+    (batch,) = models.batches([row[:_SHORT]], 1)
+    names = _added_names(models)
+    if not names:
+        return {}
+    with models.as_base(), Session() as session:
+        for module in models.base.modules():
+            if _matrix_of(module) is not None:
+                session.before(module, partial(_keep_input, reads, module))
+                session.look(module, partial(_keep_output, outputs, module))
+        cache = models.base_runner.capture(
+            batch.base.tokens, names=names, **batch.base.arguments(models.base)
+        )
+    added = torch.stack([_unit(cache[name]) for name in names])
+    writers = {}
+    for module, output in outputs.items():
+        weight = _matrix_of(module)
+        read = reads.get(module)
+        if weight is None or read is None or output.numel() != added.shape[1]:
+            continue
+        if float((added @ _unit(output).to(added)).max()) > 1 - 1e-6:
+            writers[module] = _has_columns_of_stream(module, weight, read=read, output=output)
+    return writers
+
+
+def _matrix_of(module: nn.Module) -> Tensor | None:
+    """Return the weight of a module itself if it is a matrix, and None otherwise."""
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    return weight if weight is not None and weight.ndim == 2 else None
+
+
+def _added_names(models: TwoModels) -> list[str]:
+    """Return the points of the values that attention and the MLP add to the stream."""
+    names: list[str] = []
+    for site in ("attn_out", "mlp_out"):
+        with suppress(UnknownNameError):
+            names += names_by_layer(site, models.base_runner.points).values()
+    return names
+
+
+def _keep_input(reads: dict[nn.Module, Tensor], module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Keep the input of the first call of a module. This function is used as a hook."""
+    tensor = next(tensors_in((args, kwargs)), None)
+    if tensor is not None and tensor.is_floating_point():
+        reads.setdefault(module, tensor.detach().clone())
+
+
+def _keep_output(outputs: dict[nn.Module, Tensor], module: nn.Module, output: Any) -> None:
+    """Keep the output of the first call of a module. This function is used as a hook."""
+    tensor = next(tensors_in(output), None)
+    if tensor is not None:
+        outputs.setdefault(module, tensor.detach().clone())
+
+
+def _unit(value: Float[Tensor, "..."]) -> Float[Tensor, " n"]:
+    """Return a value as one vector of length 1, in float64."""
+    flat = value.double().flatten()
+    return flat / flat.norm().clamp(min=torch.finfo(flat.dtype).tiny)
+
+
+def _has_columns_of_stream(
+    module: nn.Module, weight: Float[Tensor, "_a _b"], read: Tensor, output: Tensor
+) -> bool:
+    """Return True if a module multiplies by the transpose of its weight, as `nn.Linear` does.
+
+    Args:
+        module: the module.
+        weight: its weight.
+        read, output: the input and the output of a call.
+    """
+    bias = dict(module.named_parameters(recurse=False)).get("bias")
+    expected = output.double() if bias is None else output.double() - bias.double()
+    gaps = []
+    for matrix in (weight.mT, weight):
+        fits = matrix.shape == (read.shape[-1], output.shape[-1])
+        product = read.double() @ matrix.double() if fits else None
+        gaps.append(math.inf if product is None else float((product - expected).norm()))
+    return gaps[0] <= gaps[1]

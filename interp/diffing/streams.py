@@ -1,0 +1,190 @@
+"""Differences of predictions and of the residual stream between two models, with controls.
+
+For each batch of texts:
+
+1. Run both models, and keep `resid_post` of every layer (`TwoModels.capture`).
+2. For each layer, measure the difference of the two values at each token, relative to the value of
+   the base (`_relative`). Then drop this layer.
+3. Unembed the last layer of both models, for a few positions at a time, and compute the divergence
+   of the predictions at each token (`_divergences`).
+
+Two controls read the next text of the batch in place of the same text: `other texts` compares the
+base on the next text with the base, and `shuffled` compares the tuned model on the next text with
+the base. A third control, `random`, adds a random direction of the size of the difference to the
+last stream of the base.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from hooks.base import Text, generator, to_device
+from hooks.shared import names_by_layer
+from interp.diffing.twins import Batch, TwoModels
+from interp.numbers.precision import divergence
+from interp.protocol import n_logits, of
+from interp.results.result import Result
+
+# The largest number of logits of one model that are computed together: 32 MiB in float32.
+_LOGITS_AT_ONCE = 2**23
+_CONTROLS = ("random", "other texts", "shuffled")
+
+
+class StreamChange(NamedTuple):
+    """Differences of predictions and of the stream, and the same numbers for the controls.
+
+    Attributes:
+        kl: the divergence at each position, `Result` [pos, example].
+        stream: the relative difference of `resid_post`, `Result` [layer, pos, example].
+        controls: by `kl` and `stream`, the results of each control.
+    """
+
+    kl: Result
+    stream: Result
+    controls: Mapping[str, Mapping[str, Result]]
+
+
+def stream_change(
+    models: TwoModels, rows: list[list[int]], batch: int, seed: int = 0
+) -> StreamChange:
+    """Return the differences of two models on some texts.
+
+    Args:
+        models: the two models.
+        rows: the tokens of each text.
+        batch: the largest number of texts in a batch.
+        seed: the seed of the random directions.
+
+    Raises:
+        UnknownNameError: if the models have no `resid_post`.
+        TypeError: if the models have no `unembed`.
+    """
+    names = names_by_layer("resid_post", models.runner.points)
+    of(models.tuned, "unembed", "config")
+    of(models.base, "unembed", "config")
+    n_pos = max(map(len, rows))
+    shape = len(names), n_pos, len(rows)
+    stream = {name: torch.full(shape, torch.nan) for name in ("difference", *_CONTROLS[1:])}
+    kl = {name: torch.full(shape[1:], torch.nan) for name in ("difference", *_CONTROLS)}
+    for part in models.batches(rows, batch):
+        examples = slice(part.numbers.start, part.numbers.stop)
+        columns = slice(0, part.tuned.tokens.shape[1])
+        tuned_cache, base_cache = models.capture(part, names.values())
+        masks = _masks(part.tuned)
+        for layer, name in enumerate(names.values()):
+            tuned, base = tuned_cache[name], base_cache[name]
+            for kind, values in _relative(tuned, base).items():
+                stream[kind][layer, columns, examples] = _masked(values, masks[kind])
+        del tuned_cache, base_cache
+        for kind, values in _divergences(models, part, tuned, base, seed).items():
+            kl[kind][columns, examples] = _masked(values, masks[kind])
+    words = Text.padded([torch.tensor(row) for row in rows]).words(models.tuned)
+    words_by_axis = {} if words is None else {"pos": words}
+    kl_results = {
+        kind: Result(
+            values,
+            ("pos", "example"),
+            unit="nats",
+            words=words_by_axis,
+            about={"metric": "KL(tuned ‖ base)", "values": kind},
+        )
+        for kind, values in kl.items()
+    }
+    stream_results = {
+        kind: Result(
+            values,
+            ("layer", "pos", "example"),
+            labels={"layer": [*names]},
+            unit="norms of the base",
+            words=words_by_axis,
+            about={"metric": "norm of the difference of resid_post", "values": kind},
+        )
+        for kind, values in stream.items()
+    }
+    return StreamChange(
+        kl=kl_results.pop("difference"),
+        stream=stream_results.pop("difference"),
+        controls={"kl": kl_results, "stream": stream_results},
+    )
+
+
+def _masks(text: Text) -> dict[str, Bool[Tensor, "batch pos"]]:
+    """Return masks that are True at positions where a number exists, by its kind.
+
+    A number that reads the next text exists where both texts have a token. It never exists in a
+    batch of one text.
+    """
+    real = text.real.cpu()
+    both = real & real.roll(-1, 0) if len(real) > 1 else torch.zeros_like(real)
+    return {"difference": real, "random": real, "other texts": both, "shuffled": both}
+
+
+def _masked(
+    values: Float[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"]
+) -> Float[Tensor, "pos batch"]:
+    """Return the values on the CPU, with NaN where the mask is False."""
+    return values.detach().cpu().float().where(mask, torch.nan).mT
+
+
+def _relative(
+    tuned: Float[Tensor, "batch pos d_model"], base: Float[Tensor, "batch pos d_model"]
+) -> dict[str, Float[Tensor, "batch pos"]]:
+    """Return the norms of differences, divided by the norm of the base."""
+    tuned = tuned.double()
+    base = to_device(base, tuned.device).double()
+    size = base.norm(dim=-1)
+    return {
+        "difference": (tuned - base).norm(dim=-1) / size,
+        "other texts": (base.roll(-1, 0) - base).norm(dim=-1) / size,
+        "shuffled": (tuned.roll(-1, 0) - base).norm(dim=-1) / size,
+    }
+
+
+def _divergences(
+    models: TwoModels,
+    part: Batch,
+    tuned: Float[Tensor, "batch pos d_model"],
+    base: Float[Tensor, "batch pos d_model"],
+    seed: int,
+) -> dict[str, Float[Tensor, "batch pos"]]:
+    """Return the divergences of predictions from the predictions of the base, by kind.
+
+    Args:
+        models: the two models.
+        part: the batch.
+        tuned, base: the last streams, each on the device of its model.
+        seed: the seed of the random directions.
+    """
+    size = (tuned - to_device(base, tuned.device).to(tuned.dtype)).norm(dim=-1, keepdim=True)
+    draws = generator(seed, "stream", part.numbers.start)
+    direction = torch.randn(base.shape, generator=draws).to(base)
+    direction = direction / direction.norm(dim=-1, keepdim=True)
+    moved = base + direction * to_device(size, base.device).to(base.dtype)
+    n_columns = max(1, _LOGITS_AT_ONCE // (len(tuned) * n_logits(models.tuned)))
+    parts: list[dict[str, Tensor]] = []
+    for start in range(0, tuned.shape[1], n_columns):
+        columns = slice(start, start + n_columns)
+        ours = _log_probs(models.tuned, tuned[:, columns])
+        with models.as_base():
+            theirs = _log_probs(models.base, base[:, columns]).to(ours.device)
+            random = _log_probs(models.base, moved[:, columns]).to(ours.device)
+        parts.append(
+            {
+                "difference": divergence(ours, theirs),
+                "random": divergence(random, theirs),
+                "other texts": divergence(theirs.roll(-1, 0), theirs),
+                "shuffled": divergence(ours.roll(-1, 0), theirs),
+            }
+        )
+    return {kind: torch.cat([piece[kind] for piece in parts], 1) for kind in parts[0]}
+
+
+def _log_probs(
+    model: nn.Module, resid: Float[Tensor, "batch pos d_model"]
+) -> Float[Tensor, "batch pos vocab"]:
+    """Return the log-probabilities of the next tokens, in float64."""
+    logits: Tensor = of(model).unembed(resid)
+    return logits.double().log_softmax(-1)

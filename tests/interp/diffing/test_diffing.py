@@ -1,0 +1,471 @@
+"""Differences between two models, compared with plain PyTorch in float64, with the forward of
+`transformers`, and with models whose change is known.
+"""
+
+import copy
+import math
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hooks import HookedRunner, ModeError, UnknownNameError
+from interp import compare_models, edits
+from models import CharTokenizer, Transformer, TransformerConfig
+from tests.attachable import MODELS, TOKENS, made
+from tests.shipped import pydoc
+
+TEXTS = ["def f(x):", "Return the value of", "import os, sys", "class A", "for k in range(9):"]
+# The matrices of the MLP in block 2 of pydoc-4l.
+MLP = ["blocks.2.mlp.input.weight", "blocks.2.mlp.output.weight"]
+
+
+def scaled(model, names, factor=1.3):
+    """Return a copy of a model whose weights with these names are multiplied by a factor."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for name in names:
+            other.get_parameter(name).mul_(factor)
+    return other
+
+
+def streams(model, text):
+    """Return the stream after each block, and the log-probabilities, of one text in float64.
+
+    The blocks of a plain model are called one after the other, without a runner or padding.
+    """
+    double = copy.deepcopy(model).double()
+    tokens = torch.tensor([model.tokenizer.encode(text)])
+    with torch.no_grad():
+        context = double.context(tokens)
+        stream = double.input_resid(tokens, context)
+        after = []
+        for block in double.blocks:
+            stream = block(stream, context)
+            after.append(stream[0])
+        return torch.stack(after), double.unembed(stream)[0].log_softmax(-1)
+
+
+def divergences(expected, predicted):
+    """Return KL(expected ‖ predicted) at each position, summed token by token."""
+    sums = []
+    for log_p, log_q in zip(expected.tolist(), predicted.tolist(), strict=True):
+        sums.append(sum(math.exp(p) * (p - q) for p, q in zip(log_p, log_q, strict=True)))
+    return torch.tensor(sums)
+
+
+@pytest.fixture(scope="module")
+def base():
+    return pydoc()
+
+
+@pytest.fixture(scope="module")
+def tuned(base):
+    return scaled(base, MLP)
+
+
+@pytest.fixture(scope="module")
+def change(tuned, base):
+    return compare_models(tuned, base, TEXTS, batch=3)
+
+
+def test_predictions_and_streams_equal_plain_torch_in_float64(change, tuned, base):
+    longest = max(map(len, TEXTS))
+    assert change.kl.values.shape == (longest, 5)
+    assert change.stream.values.shape == (4, longest, 5)
+    for n, text in enumerate(TEXTS):
+        ours, log_p = streams(tuned, text)
+        theirs, log_q = streams(base, text)
+        kl = divergences(log_p, log_q)
+        torch.testing.assert_close(
+            change.kl.values[: len(text), n].double(), kl.double(), atol=2e-6, rtol=1e-4
+        )
+        sizes = ((ours - theirs).square().sum(-1) / theirs.square().sum(-1)).sqrt()
+        torch.testing.assert_close(
+            change.stream.values[:, : len(text), n].double(), sizes, atol=1e-6, rtol=1e-4
+        )
+        assert change.kl.values[len(text) :, n].isnan().all()
+        assert change.stream.values[:, len(text) :, n].isnan().all()
+        assert change.kl_curve.values[0, n] == pytest.approx(kl.mean().item(), rel=1e-3)
+        curve = sizes.mean(-1).float()
+        torch.testing.assert_close(change.curves.values[0, :, n], curve, atol=1e-6, rtol=1e-4)
+
+
+def test_the_divergence_is_from_the_base(base):
+    """KL is not symmetric: the first argument is the tuned model."""
+    tuned = scaled(base, ["unembedding.weight"], 3.0)
+    (_, log_p), (_, log_q) = streams(tuned, TEXTS[0]), streams(base, TEXTS[0])
+    forwards, backwards = divergences(log_p, log_q), divergences(log_q, log_p)
+    assert (forwards - backwards).abs().max() > 0.1
+    found = compare_models(tuned, base, TEXTS[0]).kl.values[:, 0]
+    torch.testing.assert_close(found, forwards, atol=1e-4, rtol=1e-4)
+
+
+def test_nothing_differs_before_the_changed_block(change):
+    values = change.stream.values
+    known = ~values.isnan()
+    assert (values[:2][known[:2]] == 0).all()
+    assert (values[2:][known[2:]] > 0.01).all()
+
+
+def test_equal_models_have_no_difference_and_no_control_of_this_size(base):
+    same = compare_models(copy.deepcopy(base), base, TEXTS[:2])
+    for result in (same.kl, same.stream, same.controls["kl"]["random"]):
+        assert (result.values.nan_to_num() == 0).all()
+    assert same.weights.changed == []
+    assert same.view().html()
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8])
+def test_batches_and_padding_change_no_number(change, tuned, base, batch):
+    other = compare_models(tuned, base, TEXTS, batch=batch)
+    for ours, theirs in ((other.kl, change.kl), (other.stream, change.stream)):
+        torch.testing.assert_close(ours.values, theirs.values, atol=1e-5, rtol=1e-3, equal_nan=True)
+    lens, other_lens = change.lens(2), other.lens(2)
+    torch.testing.assert_close(lens.vectors[0], other_lens.vectors[0], atol=1e-5, rtol=1e-4)
+
+
+def test_controls_read_the_next_text(tuned, base):
+    texts = ["def f(x)", "Return a", "if x > 0"]  # of the same length, so nothing is padded
+    change = compare_models(tuned, base, texts)
+    ours, theirs = [streams(tuned, text) for text in texts], [streams(base, text) for text in texts]
+    for n in range(3):
+        following = (n + 1) % 3
+        stream, log_q = theirs[n]
+        for name, others in (("other texts", theirs), ("shuffled", ours)):
+            other_stream, log_p = others[following]
+            kl = change.controls["kl"][name].values[:, n]
+            torch.testing.assert_close(kl, divergences(log_p, log_q), atol=1e-4, rtol=1e-4)
+            sizes = (other_stream - stream).norm(dim=-1) / stream.norm(dim=-1)
+            found = change.controls["stream"][name].values[..., n]
+            torch.testing.assert_close(found, sizes.float(), atol=1e-5, rtol=1e-4)
+
+
+def test_the_random_control_moves_the_last_stream_by_the_size_of_the_difference(base):
+    """With an unembedding that returns the stream itself, the divergence shows the size."""
+    sizes = dict(vocab_size=6, n_ctx=7, n_layers=1, n_heads=1, d_model=6, d_mlp=5)
+    config = TransformerConfig(**sizes, final_norm=False, tied_unembed=False)
+    torch.manual_seed(3)
+    model = Transformer(config).eval()
+    with torch.no_grad():
+        model.unembedding.weight.copy_(torch.eye(6))
+    other = scaled(model, ["blocks.0.mlp.output.weight"], 0.5)
+    tokens = torch.randint(6, (400, 5))
+    random = compare_models(other, model, tokens, batch=400).controls["kl"]["random"].values
+    with torch.no_grad():
+        logits = model(tokens).double()
+        gap = (other(tokens) - model(tokens)).norm(dim=-1)
+    # A small move by δ has the divergence δᵀFδ / 2, with F = diag(p) - p pᵀ. For random directions
+    # of the size |δ|, the mean is |δ|² trace(F) / (2 · 6).
+    chances = logits.softmax(-1)
+    trace = 1 - chances.square().sum(-1)
+    expected = (gap.double().square() * trace / 12).mean().item()
+    assert random.mean().item() == pytest.approx(expected, rel=0.1)
+
+
+def test_a_single_text_has_words_and_no_control_of_other_texts(tuned, base):
+    change = compare_models(tuned, base, "def f")
+    assert change.kl.words["pos"] == [*"def f"]
+    assert change.controls["kl"]["shuffled"].values.isnan().all()
+    assert change.controls["stream"]["other texts"].values.isnan().all()
+    assert change.lens(1).rows == ("difference", "random 0", "random 1", "random 2")
+
+
+# Weights
+
+
+def by_numpy(tuned, base):
+    """Return the relative size, the effective rank and the singular values of a change."""
+    gap = tuned.detach().double().numpy() - base.detach().double().numpy()
+    s = np.linalg.svd(gap, compute_uv=False)
+    share = s[s > 1e-12] / s.sum()
+    rank = math.exp(-(share * np.log(share)).sum())
+    return np.linalg.norm(gap) / np.linalg.norm(base.detach().double().numpy()), rank, s
+
+
+def test_exactly_the_changed_matrices_are_named(change, tuned, base):
+    assert sorted(change.weights.changed) == sorted(MLP)
+    assert len(change.weights.changes) == len([*base.parameters()])
+    for name in MLP:
+        found = change.weights[name]
+        pair = (model.get_parameter(name) for model in (tuned, base))
+        relative, rank, s = by_numpy(*pair)
+        assert found.relative == pytest.approx(relative, rel=1e-6)
+        assert found.effective_rank == pytest.approx(rank, rel=1e-4)
+        np.testing.assert_allclose(found.s, s, rtol=1e-4, atol=1e-6)
+    # All singular values of a random matrix of this shape are large.
+    assert 110 < change.weights[MLP[0]].random_rank < 128
+    assert change.weights["ln_final.bias"].relative == 0
+
+
+def test_directions_of_a_matrix_that_writes_to_the_stream_have_tokens(base):
+    """The planted change writes the direction of one token for one neuron."""
+    tuned = copy.deepcopy(base)
+    token = base.to_id("q")
+    written = base.W_U[:, token].detach() - base.W_U.detach().mean(1)
+    with torch.no_grad():
+        tuned.blocks[1].mlp.output.weight[:, 7] += 5 * written / written.norm()
+        tuned.blocks[1].mlp.input.weight[3] += 1.0
+    change = compare_models(tuned, base, TEXTS[:2])
+    found = change.weights["blocks.1.mlp.output.weight"]
+    assert found.effective_rank == pytest.approx(1, abs=1e-3)
+    assert found.s[0].item() == pytest.approx(5, rel=1e-5)
+    assert "q" in [ends[0] for ends in found.tokens[0]]
+    gain = base.ln_final.weight.detach()
+    direction = found.writes[0].float()
+    for end, sign in enumerate((1, -1)):
+        centred = sign * (direction - direction.mean())
+        normed = centred / (centred.square().mean() + base.config.norm_eps).sqrt() * gain
+        logits = (normed + base.ln_final.bias) @ base.W_U + base.b_U
+        best = [base.to_pieces(token) for token in logits.topk(10).indices[:, None]]
+        assert found.tokens[0][end] == [piece for (piece,) in best]
+        strength = (logits.max() - logits.mean()).item()
+        assert found.strength[0, end].item() == pytest.approx(strength, rel=1e-3)
+    assert found.strength.max() > 2 * found.random_strength
+    # Neurons are not tokens.
+    assert change.weights["blocks.1.mlp.input.weight"].writes is None
+
+
+@pytest.mark.parametrize(
+    ("name", "writing"),
+    [
+        ("llama", ["self_attn.o_proj", "mlp.down_proj"]),
+        ("gpt2", ["attn.c_proj", "mlp.c_proj"]),
+        ("gpt_neox", ["attention.dense", "mlp.dense_4h_to_h"]),
+    ],
+)
+def test_writers_are_found_in_models_of_transformers(name, writing):
+    attach = pytest.importorskip("models").attach
+    base, tuned = made(name), made(name)
+    with torch.no_grad():
+        for weight in tuned.parameters():
+            weight.add_(torch.randn(weight.shape))
+    attach(base), attach(tuned)
+    changes = compare_models(tuned, base, TOKENS).weights.changes
+    writers = [change for change in changes if change.writes is not None]
+    expected = [
+        name
+        for name, _ in base.named_parameters()
+        if name.removesuffix(".weight").endswith(tuple(writing))
+    ]
+    assert sorted(change.name for change in writers) == sorted(expected)
+    size = base.get_input_embeddings().weight.shape[1]
+    assert all(change.writes.shape[1] == size for change in writers)
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_changed_matrix_of_twins_ranks_first(name):
+    from models import attach
+
+    draws = torch.Generator().manual_seed(len(name))
+    base, tuned = made(name), made(name)
+    matrices = [key for key, weight in base.named_parameters() if weight.ndim > 1]
+    changed = matrices[torch.randint(len(matrices), (), generator=draws)]
+    with torch.no_grad():
+        weight = tuned.get_parameter(changed)
+        weight.add_(0.01 * torch.randn(weight.shape, generator=draws))
+    attach(base), attach(tuned)
+    weights = compare_models(tuned, base, TOKENS).weights
+    assert weights.changes[0].name == changed
+    assert weights.changed == [changed]
+    gap = tuned.get_parameter(changed) - base.get_parameter(changed)
+    relative = (gap.norm() / base.get_parameter(changed).norm()).item()
+    assert weights.changes[0].relative == pytest.approx(relative, rel=1e-3)
+
+
+# Mean differences
+
+
+def early(model, layer, texts=TEXTS, first=5):
+    """Return the mean stream over the first tokens of texts, and the number of tokens."""
+    rows = torch.cat([streams(model, text)[0][layer, :first] for text in texts])
+    return rows.mean(0)
+
+
+def test_the_lens_reads_the_mean_difference_of_early_tokens(change, tuned, base):
+    lens = change.lens(2, first=4)
+    by_name = dict(zip(lens.rows, lens.vectors, strict=True))
+    expected = early(tuned, 2, first=4) - early(base, 2, first=4)
+    torch.testing.assert_close(by_name["difference"], expected, atol=1e-5, rtol=1e-4)
+    halves = TEXTS[:2], TEXTS[2:]
+    for texts, row in zip(halves, ("first", "second"), strict=True):
+        gap = early(tuned, 2, texts, 4) - early(base, 2, texts, 4)
+        torch.testing.assert_close(by_name[f"{row} half of the texts"], gap, atol=1e-5, rtol=1e-4)
+    others = early(base, 2, halves[0], 4) - early(base, 2, halves[1], 4)
+    torch.testing.assert_close(by_name["other texts"], others, atol=1e-5, rtol=1e-4)
+    sizes = dict(zip(lens.rows, lens.sizes.tolist(), strict=True))
+    for draw in range(3):
+        assert sizes[f"random {draw}"] == pytest.approx(expected.norm().item(), rel=1e-4)
+        assert sizes[f"shuffled {draw}"] < expected.norm().item()
+    # Read the vectors with the final norm and the unembedding of the tuned model, by hand.
+    centred = expected - expected.mean()
+    normed = centred / (centred.square().mean() + tuned.config.norm_eps).sqrt()
+    normed = normed * tuned.ln_final.weight.double() + tuned.ln_final.bias.double()
+    logits = normed @ tuned.W_U.double() + tuned.b_U.double()
+    torch.testing.assert_close(lens.logits[0], logits.detach(), atol=1e-3, rtol=1e-3)
+    order = logits.argsort(descending=True).tolist()
+    for piece in ("a", "(", "Z"):
+        assert lens.rank(piece)[0, 0] == order.index(tuned.to_id(piece))
+    assert lens.top(3)[0].tolist() == order[:3]
+    assert lens.view().html()
+
+
+def test_shuffled_exchanges_the_models_in_half_of_the_texts(tuned, base):
+    texts = TEXTS[:2]
+    lens = compare_models(tuned, base, texts).lens(3, first=3, draws=2)
+    gaps = [early(tuned, 3, [text], 3) - early(base, 3, [text], 3) for text in texts]
+    expected = (gaps[0] - gaps[1]) / 2
+    for row, vector in zip(lens.rows, lens.vectors, strict=True):
+        if row.startswith("shuffled"):
+            sign = torch.sign(vector @ expected)
+            torch.testing.assert_close(sign * vector, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("site", ["resid_post", "z"])
+def test_a_difference_is_a_direction_that_separates_the_models(change, tuned, base, site):
+    direction = change.difference(site, layer=3)
+    name = f"blocks.3.{'attn.z' if site == 'z' else site}"
+    values = {}
+    for kind, model in (("tuned", tuned), ("base", base)):
+        runner = HookedRunner(model)
+        rows = [runner.capture(text, names=name)[name].flatten(2)[0] for text in TEXTS]
+        values[kind] = torch.cat(rows)
+    means = {kind: rows.mean(0) for kind, rows in values.items()}
+    expected = means["tuned"] - means["base"]
+    torch.testing.assert_close(direction[3], expected, atol=1e-5, rtol=1e-3)
+    scores = {
+        kind: (rows @ direction[name] + direction.offsets[name]).mean().item()
+        for kind, rows in values.items()
+    }
+    half = expected.square().sum().item() / 2
+    assert scores["tuned"] == pytest.approx(half, rel=1e-2)
+    assert scores["base"] == pytest.approx(-half, rel=1e-2)
+    # It steers the base: the mean of its values becomes the mean of the tuned model.
+    runner = HookedRunner(base)
+    with runner.hooks({name: edits.add(direction)}):
+        moved = torch.cat([runner.capture(t, names=name)[name].flatten(2)[0] for t in TEXTS])
+    torch.testing.assert_close(moved.mean(0), means["tuned"], atol=1e-5, rtol=1e-3)
+
+
+# Checkpoints
+
+
+def test_checkpoints_have_a_curve_for_each_layer(base):
+    factors = {100: 1.1, 200: 1.2, 300: 1.4}
+    steps = {step: scaled(base, MLP, factor) for step, factor in factors.items()}
+    change = compare_models(steps, base, TEXTS[:3])
+    assert change.curves.axes == ("checkpoint", "layer", "example")
+    assert change.curves.labels["checkpoint"] == (100, 200, 300)
+    for step, model in steps.items():
+        one = compare_models(model, base, TEXTS[:3])
+        for ours, theirs in ((change.curves, one.curves), (change.kl_curve, one.kl_curve)):
+            ours = ours.select(checkpoint=step).values
+            torch.testing.assert_close(ours, theirs.values[0])
+    # Everything else belongs to the last checkpoint.
+    assert change.weights.changes[0].relative == pytest.approx(0.4, rel=1e-5)
+    torch.testing.assert_close(change.kl.values, one.kl.values, equal_nan=True)
+
+
+@pytest.mark.parametrize("form", ["list", "iterator", "function"])
+def test_checkpoints_are_loaded_one_at_a_time(base, form):
+    alive = weakref.WeakSet()
+    most = []
+
+    def load(factor):
+        model = scaled(base, MLP, factor)
+        alive.add(model)
+        most.append(len(alive))
+        return model
+
+    loaders = [lambda factor=factor: load(factor) for factor in (1.1, 1.2, 1.3)]
+    given = {
+        "list": loaders,
+        "iterator": (load(factor) for factor in (1.1, 1.2, 1.3)),
+        "function": lambda: iter(loaders),
+    }[form]
+    change = compare_models(given, base, TEXTS[0])
+    assert len(change.curves.values) == 3
+    # An iterator loads the next model before the last one is known to be unneeded.
+    assert most == ([1, 2, 2] if form == "iterator" else [1, 1, 1])
+
+
+# Pictures
+
+
+def test_one_page_contains_texts_streams_and_spectra(change):
+    parts = change.view().parts
+    kinds = [part["kind"] for part in parts]
+    assert kinds == ["text", "text", "text", "grid", "lines"]
+    most = change.kl.values.nanmean(0).argmax().item()
+    assert parts[0]["tokens"][:3] == [*TEXTS[most][:3]]
+    torch.testing.assert_close(parts[0]["values"], change.kl.values[: len(TEXTS[most]), most])
+    grid = parts[3]["values"][0]
+    torch.testing.assert_close(grid, change.stream.values.nanmean(-1))
+    assert sorted(parts[4]["series"]) == sorted(MLP)
+    html = change.view().html()
+    assert "KL(tuned" in html
+
+
+def test_a_change_is_saved_as_a_page(change, tmp_path):
+    change.save(tmp_path / "change.html")
+    assert (tmp_path / "change.html").read_text().startswith("<!DOCTYPE html>")
+    with pytest.raises(ValueError, match="html"):
+        change.save(tmp_path / "change.png")
+
+
+# Errors
+
+
+def test_the_first_difference_is_named(base, tuned):
+    sizes = dict(vocab_size=11, n_ctx=13, n_layers=3, n_heads=2, d_model=6, d_mlp=5)
+    tokens = torch.tensor([[3, 1, 4, 1]])
+
+    def model(**changes):
+        return Transformer(TransformerConfig(**sizes | changes)).eval()
+
+    cases = {
+        "d_model.*6 and 8": dict(d_model=8),
+        "n_heads.*2 and 3": dict(n_heads=3),
+        "vocab_size.*11 and 12": dict(vocab_size=12),
+        "n_layers.*3 and 2": dict(n_layers=2),
+        "blocks.0.resid_mid, which only tuned": dict(parallel=True),
+        "pos_embed, which only tuned": dict(positions="none"),
+    }
+    for message, changes in cases.items():
+        with pytest.raises(ValueError, match=message):
+            compare_models(model(), model(**changes), tokens)
+    with pytest.raises(ValueError, match="no adapter"):
+        compare_models(tuned, None, TEXTS)
+    with pytest.raises(ValueError, match="no adapter"):
+        compare_models(tuned, tuned, TEXTS)
+    with pytest.raises(ValueError, match="texts"):
+        compare_models(tuned, base)
+    with pytest.raises(ValueError, match="at least one model"):
+        compare_models([], base, TEXTS)
+    with pytest.raises(TypeError, match="hook points"):
+        compare_models(nn.Linear(2, 3).eval(), base, TEXTS)
+    with pytest.raises(ModeError):
+        compare_models(copy.deepcopy(tuned).train(), base, TEXTS)
+
+
+def test_tokenizers_must_agree_on_the_texts(base, tuned):
+    other = copy.deepcopy(tuned)
+    other.tokenizer = CharTokenizer(base.tokenizer.characters[::-1])
+    with pytest.raises(ValueError, match=r"token \d+ and \d+ at position 0 in text 0"):
+        compare_models(tuned, other, TEXTS)
+    # Tokens need no tokenizer.
+    compare_models(tuned, other, [[3, 1, 4]])
+
+
+def test_wrong_layers_and_sites_are_named(change):
+    with pytest.raises(ValueError, match="layer"):
+        change.lens(4)
+    with pytest.raises(ValueError, match="first"):
+        change.lens(1, first=0)
+    with pytest.raises(ValueError, match="batch pos"):
+        change.difference("pattern", layer=1)
+    with pytest.raises(UnknownNameError, match="blocks.2.mlp.output"):
+        _ = change.weights["blocks.2.mlp.ouput.weight"]
