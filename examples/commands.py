@@ -150,7 +150,7 @@ def require_own(directory: Path, *, resume: bool) -> None:
     `train` checks the same, but only after the model is built.
 
     Raises:
-        OSError: if it cannot. The message says what to do.
+        OSError: if the run cannot start or continue. The message says what the user can do.
     """
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"--out must be a directory; got the file {directory}")

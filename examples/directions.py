@@ -45,7 +45,8 @@ def run(out: Path | None) -> None:
     model = load("pydoc-4l")
     runner = HookedRunner(model)
     documentation = pydoc_text()
-    held_out = documentation[len(documentation) * 9 // 10 :]  # not trained on
+    # The model was not trained on the last tenth of the documentation.
+    held_out = documentation[len(documentation) * 9 // 10 :]
     words = sorted({word for word in held_out.split() if word.isalpha() and len(word) > 4})
     (inside, outside), (others_inside, others_outside) = (
         texts(words, count, seed) for count, seed in ((200, 0), (60, 1))

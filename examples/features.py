@@ -42,7 +42,8 @@ def run(out: Path | None) -> None:
     model, autoencoder = load("pydoc-4l"), load_sae("pydoc-4l/resid_post")
     pairs = Pairs(CLEAN, CORRUPTED, ("1", "4")).read_by(model)
     documentation = pydoc_text()
-    held_out = documentation[len(documentation) * 9 // 10 :]  # not trained on
+    # The model was not trained on the last tenth of the documentation.
+    held_out = documentation[len(documentation) * 9 // 10 :]
     texts = [held_out[start : start + 200] for start in range(0, 20_000, 200)]
     print(evaluate_sae(model, autoencoder, texts[:20]))
 

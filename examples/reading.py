@@ -91,7 +91,8 @@ def run(options: argparse.Namespace) -> None:
     trained_on, held_out = (
         part[: len(part) // 128 * 128].view(-1, 128) for part in train_test_split(text)
     )
-    spread = trained_on[:3000, :64]  # shorter texts, because each needs 128 backward passes
+    # These texts are shorter, because each one needs 128 backward passes.
+    spread = trained_on[:3000, :64]
     lenses = {
         "logit": None,
         "tuned": tuned_lens(model, trained_on, steps=options.lens_steps),

@@ -8,8 +8,8 @@ loses half of its ability to copy random characters.
 
 For each dictionary:
 
-1. Read its inputs and its outputs at all positions of the texts from a store. One harvest has made
-   the store for all dictionaries. Scale inputs and outputs to a mean square of 1.
+1. Read its inputs and its outputs at all positions of the texts from a store. All dictionaries use
+   the same store, which `harvest` wrote before. Scale inputs and outputs to a mean square of 1.
 2. Begin with random directions. The skip connection of a transcoder begins as the best linear map
    from inputs to outputs.
 3. Minimise the squared error with Adam. A second term of the loss trains features that have not

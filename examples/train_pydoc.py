@@ -118,7 +118,7 @@ def run(options: argparse.Namespace, command: str) -> None:
     def after_step(model: Transformer, step: int, loss: float) -> None:
         nonlocal best
         where = pace(step)
-        # An early message shows how long the training takes.
+        # Write a message early, so that the user sees how long the training will take.
         if step == 25:
             tqdm.write(f"{where}: loss {loss:.2f} nats")
         if step % schedule.evaluate_every and step != options.steps:

@@ -92,8 +92,9 @@ def pytest_collection_modifyitems(config, items):
         seen[function] += 1
         if item.get_closest_marker("full"):
             left_out["full"] += 1
-        # Take another case of each group of n cases in turn. If the same case of each group were
-        # taken, some values of a parameter would never run.
+        # Divide the cases into groups of n. Keep the first case of the first group, the second case
+        # of the second group, and so on. If the first case of every group were kept, some values of
+        # a parameter would never run.
         elif case % n != case // n % n:
             left_out["sampled"] += 1
         else:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 # Use PyTorch's device type "lazy", because its backward passes run without a driver.
 DEVICE, SECOND = torch.device("lazy", 0), torch.device("lazy", 1)
 # On CUDA, these operations copy a number to the CPU and wait for it, because they need the size of
-# their result or check their input. The value says how often one call does so.
+# their result or check their input. Each value is the number of such waits in one call.
 READS = Counter(
     dict.fromkeys(("_local_scalar_dense", "equal", "nonzero", "masked_select", "bincount"), 1)
     | dict.fromkeys(("_unique2", "unique_dim", "unique_consecutive", "isin"), 1)
@@ -60,7 +60,7 @@ class Devices(TorchDispatchMode):
     Attributes:
         stops: the number of times that Python waited for a device, for each operation.
         waits: the number of times that Python waited for the copies that it had started with
-            `non_blocking=True`. Before such a wait, these copies contain zeros.
+            `non_blocking=True`. Until Python waits for them, these copies contain zeros.
         moves: the shape and the target of each copy from a device to another or to the CPU.
     """
 

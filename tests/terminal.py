@@ -23,7 +23,7 @@ def appear_soon(monkeypatch, delay, every):
 def write_to(stream, monkeypatch, **modules):
     """Let progress bars write to a stream instead of `sys.stderr`.
 
-    `sys.stderr` itself stays, because pytest has put an object of its own there.
+    `sys.stderr` is not replaced, because pytest keeps an object of its own there.
     """
     system = types.SimpleNamespace(stderr=stream, modules={**sys.modules, **modules})
     monkeypatch.setattr(progress, "sys", system)
@@ -33,7 +33,8 @@ class Terminal(io.StringIO):
     """A text stream like a terminal. `screen` is the text that a person would see at the end."""
 
     def isatty(self):
-        super().isatty()  # raises an error if it is closed
+        # This raises an error if the stream is closed.
+        super().isatty()
         return True
 
     @property

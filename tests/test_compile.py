@@ -107,7 +107,8 @@ STEPS = """
         graphs.append(graph)
         return graph.forward
 
-    def step(stream):  # not the forward of the model, where runs begin
+    # This is not the forward of the model, where runs begin.
+    def step(stream):
         for block in model.blocks:
             stream = block(stream)
         return model.unembed(stream)

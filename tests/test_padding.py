@@ -339,7 +339,8 @@ def test_places_from_the_end_of_a_tensor_beside_padding_are_refused():
         with pytest.raises(EditError, match="padding of the tensor is unknown"):
             runner.run_with_hooks(batch, hooks=hooks)
         unpadded = torch.tensor(ROWS[1:2] * 3)
-        runner.run_with_hooks(unpadded, hooks=hooks)  # allowed, because nothing is padding
+        # The call is allowed, because nothing is padding.
+        runner.run_with_hooks(unpadded, hooks=hooks)
     hooks = {name: edits.replace(cache, source_pos=-1, pos=1)}
     with runner.hooks(hooks):
         _, edited = runner.run_with_cache(batch, names=name)
@@ -404,7 +405,8 @@ def test_a_cache_that_does_not_know_its_padding_is_an_error_where_padding_counts
     _, cache = interp.run_with_cache(model, tokens, attention_mask=mask)
     assert cache.real() is None
     whole = interp.logit_lens(model, cache)
-    assert torch.equal(whole.entropy[0].isnan(), ~mask)  # the mask of the run
+    # The lens uses the mask of the run.
+    assert torch.equal(whole.entropy[0].isnan(), ~mask)
     with pytest.raises(CacheError, match=r"\[2, 7\].*\[3, 7\]"):
         interp.logit_lens(model, cache.at(batch=[1, 0]))
     _, unpadded = interp.run_with_cache(model, tokens, attention_mask=torch.ones(3, 7))
@@ -660,8 +662,9 @@ def test_padding_of_a_source_is_never_copied():
         alike = model.to_tokens(SOURCES, side=side)
         for edit in (edits.replace(source), edits.add(source, pos=slice(1, 6))):
             runner.run_with_hooks(alike, hooks={name: edit})
-        # A pattern of another text has weights for the keys of that text. Here they would add up
-        # to less than 1, or they would be weights of padding.
+        # A pattern of another text has weights for the keys of that text. In this text, some of
+        # these keys are padding or do not exist, so the pattern would give weight to padding, or
+        # its weights would add up to less than 1.
         pattern = "blocks.1.attn.pattern"
         for where in ({"query": -1}, {"query": 3, "key": slice(0, 7)}, {"key": -1, "query": 3}):
             with pytest.raises(EditError, match=r"key [0456] of text [012]"):

@@ -75,7 +75,7 @@ class InPlace(Block):
 
 
 class Adds(Block):
-    """A block that adds its output to the input in place. Models may do this without gradients."""
+    """A block that adds its output to the input in place, as models may without gradients."""
 
     writes = True
 
@@ -214,7 +214,8 @@ class World:
         reentrant = any(getattr(block, "reentrant", False) for block in self.model.blocks)
         self.model.requires_grad_(reentrant or rng.random() < 0.8)
         self.twin = copy.deepcopy(self.model)
-        for model in (self.model, self.twin):  # a user's own hook
+        # The user's own hook doubles the output of the norm.
+        for model in (self.model, self.twin):
             model.norm.register_forward_hook(lambda module, args, output: output * 2)
         self.runner = HookedRunner(self.model)
         self.modules = {

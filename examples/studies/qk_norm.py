@@ -67,7 +67,8 @@ def measure(model: Transformer, tokens: torch.Tensor, text: torch.Tensor, step: 
     """
     names = ["blocks.*.attn.scores", "blocks.*.attn.pattern"]
     model.eval()
-    loss = evaluate(model, text).nats  # first, because it refuses a text that is too short
+    # The loss comes first, because `evaluate` refuses a text that is too short.
+    loss = evaluate(model, text).nats
     if not math.isfinite(loss):
         raise FloatingPointError(f"the validation loss must be finite; got {loss} at step {step}")
     _, cache = HookedRunner(model).run_with_cache(tokens, names=names)

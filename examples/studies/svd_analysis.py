@@ -39,7 +39,8 @@ from interp.spectral import (
 )
 from models import Transformer, load, next_token_loss
 
-EVERY = 16  # drift between checkpoints is measured on every 16th window
+# Drift between checkpoints is measured on every 16th window.
+EVERY = 16
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from interp.numbers import intervals
 
-FEWEST = 4  # a ratio's interval needs them
+# The interval of a ratio needs at least this many values.
+FEWEST = 4
 
 
 class Compared(NamedTuple):

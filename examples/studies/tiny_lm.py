@@ -110,7 +110,8 @@ def tokenizer_of(kind: str, text: str, out: Path) -> CharTokenizer | SubwordToke
         ImportError, OSError, ValueError: if a library or a file is missing or wrong.
     """
     if kind == "characters":
-        return CharTokenizer.of(text)  # saved with the model
+        # The tokenizer is saved with the model.
+        return CharTokenizer.of(text)
     if kind == "bytes":
         import tokenizers
 
@@ -253,7 +254,8 @@ def run(options: argparse.Namespace) -> None:
             model.eval()
             found = sample(MIDWAY, f"step {step}, ") + "\n"
             model.train()
-            tqdm.write(found)  # print() would break the progress bar
+            # `print` would break the progress bar.
+            tqdm.write(found)
             with (out / "samples_by_step.txt").open("a", encoding="utf-8") as file:
                 file.write(found)
 

@@ -284,7 +284,8 @@ def generation(shape: peers.Shape) -> Calls:
     prompts = [torch.randint(shape.vocab, (n,), generator=generator).tolist() for n in lengths]
     new = shape.new
     options = {"max_new_tokens": new, "do_sample": False, "use_cache": True, "pad_token_id": 0}
-    options["eos_token_id"] = None  # generate all tokens
+    # Without an end token, the model generates all the tokens that are asked for.
+    options["eos_token_id"] = None
     padded = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
     mask = torch.zeros_like(padded)
     for row, text in enumerate(prompts):

@@ -163,7 +163,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.ray:
         return by_ray()
-    memory(options.tokens)  # first, as peaks are of the whole process
+    # Memory comes first, because a peak is that of the whole process so far.
+    memory(options.tokens)
     return speed(options.budget)
 
 

@@ -53,7 +53,8 @@ def ratios(calls: dict[str, Call], base: str, budget: float) -> dict[str, tuple[
 
 def peak_in_this_process(call: Call) -> float:
     """Return the resident memory that one call adds at its peak, in MiB. It works on Linux only."""
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    # This resets the peak.
+    Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
     kept = call()
     after = _status("VmHWM")

@@ -173,7 +173,8 @@ def test_draws_follow_the_odds(where):
 def test_cached_runs_without_a_stop(where, without_stops, options):
     model, exact = pair("llama", where)
     runner, text = HookedRunner(model), tokens()
-    runner.run_with_cache(text, **options)  # in the first run, libraries wait to start
+    # In the first run, libraries start and wait for the GPU, so it is not part of the check.
+    runner.run_with_cache(text, **options)
     with without_stops():
         cache = runner.run_with_cache(text, **options)[1]
     kept = runner.run_with_cache(text, device="cpu", **options)[1]

@@ -52,7 +52,8 @@ SPARE = 80
 def world(number):
     if number not in WORLDS:
         WORLDS[number] = World(number)
-        gc.freeze()  # see `failures`
+        # `failures` says why.
+        gc.freeze()
     return WORLDS[number]
 
 
@@ -389,9 +390,9 @@ def disturbed(s, act, what):
         if left == 0 and event == "line":
             handles = frame.f_code.co_code[frame.f_lasti] == dis.opmap["PUSH_EXC_INFO"]
             if what == "interrupt" and (handles or sys.exc_info()[0]):
-                # Not while Python handles an error: there, an error of a trace function makes
-                # CPython handle the old error forever. Real interrupts never come at such a place.
-                # Try the next line.
+                # Do not interrupt while Python handles an error. An error of a trace function there
+                # makes CPython handle the old error forever, and a real interrupt never comes
+                # there. So try the next line.
                 left = 1
             elif what == "interrupt":
                 raise Interrupt

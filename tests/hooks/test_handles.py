@@ -1,4 +1,4 @@
-"""Hooks that stay until they are removed: `runner.add` and `handle.remove`."""
+"""Tests of hooks that `runner.add` adds, which stay until `handle.remove` removes them."""
 
 import asyncio
 import contextvars

@@ -109,7 +109,8 @@ def test_an_interrupt_leaves_nothing_behind(kind):
     made.forward = lambda x: made[1](made[0][0](x))
     plain, hooks = made(X), hooks_of(made)
     runner = HookedRunner(made)
-    CALLS[kind](runner)  # a first call, because some work is done only once
+    # Some work is done only in the first call, so make that call before the ones under test.
+    CALLS[kind](runner)
     with runner.hooks({"0.0.1": lambda value, point: value + 1}):
         outer = made(X)
         for place in interrupted(lambda: CALLS[kind](runner), 1 + 12 * (kind == "lazy")):

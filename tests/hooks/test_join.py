@@ -305,13 +305,15 @@ def test_undetached_values_are_on_the_path_to_the_output(runner, tokens):
 def test_values_alone_do_not_keep_queries_and_keys_alive(runner, tokens):
     for part in ("q", "k", "v"):
         _, cache = runner.run_with_cache(tokens, names=f"blocks.*.attn.{part}")
-        assert cache.nbytes == 3 * 4 * 7 * 10 * 4  # layers, batch, positions, width, bytes
+        # The factors are layers, batch, positions, width and bytes per number.
+        assert cache.nbytes == 3 * 4 * 7 * 10 * 4
     assert runner.capture(tokens, names="blocks.1.attn.v").nbytes == 4 * 7 * 10 * 4
     _, every = runner.run_with_cache(tokens, mode="full")
     storages = [every[part, 1].untyped_storage() for part in ("q", "k", "v")]
     own = {storage.data_ptr(): storage.nbytes() for storage in storages}
     assert sum(own.values()) == 3 * 4 * 7 * 10 * 4
-    names = ["blocks.0.resid_post", "blocks.1.resid_pre"]  # both are the same tensor
+    # Both names belong to the same tensor.
+    names = ["blocks.0.resid_post", "blocks.1.resid_pre"]
     assert runner.run_with_cache(tokens, names=names)[1].nbytes == 4 * 7 * 10 * 4
 
 

@@ -93,9 +93,13 @@ def test_values_are_bitwise_a_run_of_the_block_on_its_stored_input(model, runner
 def test_the_run_keeps_block_inputs_and_a_sample_of_outputs(runner, tokens):
     _, lazy = runner.run_with_cache(tokens, lazy=True)
     stream = 4 * 7 * 10 * 4
-    kept = 4 * stream + stream + 7 * 10 * 4  # inputs of blocks and ln_final; embed; pos_embed
-    kept += 7 * 8  # the positions, which are an argument of every block
-    kept += 4 * 32 * 4  # every ninth of the 280 numbers of each output
+    # The run keeps the inputs of the three blocks and of ln_final, and the outputs of embed and
+    # pos_embed.
+    kept = 4 * stream + stream + 7 * 10 * 4
+    # It also keeps the positions, which are an argument of every block.
+    kept += 7 * 8
+    # It also keeps every ninth of the 280 numbers of each output.
+    kept += 4 * 32 * 4
     assert lazy.axes(("pattern", 1)) == ("batch", "head", "query", "key")
     assert lazy.nbytes == kept
     assert "not computed yet" in repr(lazy)
@@ -370,7 +374,8 @@ def test_an_edit_that_acts_every_second_time(runner, tokens):
 def test_changes_without_an_effect_on_a_block_are_allowed(model, runner, tokens):
     _, eager = runner.run_with_cache(tokens)
     _, lazy = runner.run_with_cache(tokens, lazy=True)
-    model.train()  # changes nothing, because the model has no dropout
+    # Training mode changes nothing, because the model has no dropout.
+    model.train()
     model.requires_grad_(False)
     model.blocks[1].attn.register_forward_pre_hook(lambda module, args: None)
     with runner.hooks({"*": lambda value, point: None}):
@@ -386,7 +391,8 @@ def test_coarse_rounding_is_allowed_and_changes_beside_huge_values_are_found(mod
     model.bfloat16()
     with torch.no_grad():
         for _ in range(10):
-            model.blocks[0].attn.qkv.weight[:20] *= 1.5  # queries and keys
+            # The first 20 rows make queries and keys.
+            model.blocks[0].attn.qkv.weight[:20] *= 1.5
             _, eager = runner.run_with_cache(tokens, names="blocks.0.attn.pattern")
             _, lazy = runner.run_with_cache(tokens, lazy=True)
             assert torch.equal(lazy["pattern", 0], eager["pattern", 0])
@@ -429,7 +435,8 @@ def test_blocks_share_one_copy_of_their_arguments():
     counter = torch.zeros(())
     model.forward = lambda x: [block(x, mask, counter.add_(1)) for block in model.blocks]
     _, lazy = HookedRunner(model.eval()).run_with_cache(X[:, :1], names="blocks.*", lazy=True)
-    samples = 3 * 18  # every fourth of the 70 numbers of each output
+    # The run keeps every fourth of the 70 numbers of each output.
+    samples = 3 * 18
     assert lazy.nbytes == 4 * (2 + 5 + 3 + samples), "x, the mask, three counters"
     assert [lazy[name].mean().item() for name in lazy] == [5.5 + n for n in range(3)]
 

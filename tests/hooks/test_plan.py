@@ -45,7 +45,8 @@ class Memo(nn.Module):
         super().__init__()
         self.inner, self.mask, self.memo, self.calls = nn.Linear(2, 2), None, {}, [0]
         self.norm = nn.BatchNorm1d(2)
-        self.product = self.inner.weight * 2  # not a leaf of the autograd graph
+        # This tensor is not a leaf of the autograd graph.
+        self.product = self.inner.weight * 2
         self.register_buffer("table", torch.zeros(2))
 
     def forward(self, x):
@@ -55,7 +56,8 @@ class Memo(nn.Module):
         return self.inner(x) @ self.product * self.mask
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of a tensor that is not a leaf
+# PyTorch warns when `.grad` of a tensor that is not a leaf is read.
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_a_plan_leaves_the_model_as_it_was():
     model, x, hooked = Memo(), torch.ones(3, 2), []
     model.register_forward_hook(lambda module, args, output: torch.cat([output, output]))

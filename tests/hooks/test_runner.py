@@ -306,7 +306,8 @@ def test_the_models_own_code_cannot_swallow_the_stop():
             with suppress(Exception):
                 return outer(HookedRunner(inner).capture(x, names="0")["0"])
         except BaseException as error:
-            repr(error)  # a model may log exceptions
+            # The model formats the exception, as a model that logs exceptions does.
+            repr(error)
             raise
 
     model.forward = forward

@@ -72,7 +72,7 @@ def induction(sharp=100.0):
 
 
 # Texts in which B follows A, and W follows D. The last token is A, so the answer is B. Tokens from
-# 5 on have no meaning.
+# 5 on are only fillers.
 A, B, C, D, W, E = 0, 1, 2, 3, 4, 5
 TEXTS = torch.tensor(
     [[x, x, 8, A, B, y, z, D, W, y, A] for x, y, z in ((6, 7, 9), (10, 6, 6), (12, 11, 10))]

@@ -78,7 +78,8 @@ def test_values_are_theirs_by_name_or_by_the_formula(name):
     theirs, model, cache = loaded(name)
     for point, expected in theirs.cache.items():
         if re.search(r"[qk]_norm\.", point):
-            continue  # has no formula
+            # `by_formula` has no formula for these points.
+            continue
         ours, _ = translated(point, model=model)
         value = cache[ours] if ours else by_formula(point, model, cache, theirs.state)
         torch.testing.assert_close(value, expected, atol=1e-5, rtol=1e-5, msg=f"{name} {point}")

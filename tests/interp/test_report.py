@@ -204,7 +204,8 @@ def test_the_derived_corruption_has_the_lowest_metric_of_all_candidates(model, m
             row = (*tokens[:pos], new, *tokens[pos + 1 :])
             tried[row] = model(torch.tensor([row]))[0, -1].log_softmax(-1)[answer].item()
     expected = CHARACTERS.decode(min(tried, key=tried.__getitem__))
-    # Only the logits of the last position are computed. The others would take too much memory.
+    # Only the last position's logits are computed, because those of all positions could need too
+    # much memory.
     made = []
     with HookedRunner(model).hooks({"unembedding": lambda logits, _: made.append(logits.shape)}):
         reports.derive_corruption(model, encoded(text), interp.log_prob(int(answer)))

@@ -42,7 +42,8 @@ def runs(models):
     # Do not fold the biases of values. Otherwise the outputs of heads would not include them.
     processed.fold_value_biases = lambda state: state
     processed.process_weights_()
-    processed.setup()  # gives names to the points of the new norms
+    # `setup` gives names to the points of the new norms.
+    processed.setup()
     with torch.no_grad():
         _, cache = HookedRunner(ours).run_with_cache(TOKENS)
         return ours, cache, *(model.run_with_cache(TOKENS)[1] for model in (raw, processed))

@@ -219,7 +219,8 @@ def test_every_point_matches_the_reference(name):
     expected = reference(tokens)
     atol = tolerance(model.config)
     with torch.no_grad():
-        close(model(tokens), expected, atol)  # the fused kernels
+        # Without hooks, the model uses the fused kernels.
+        close(model(tokens), expected, atol)
         logits, cache = HookedRunner(model).run_with_cache(tokens)
     close(logits, expected, atol)
     assert set(cache) == set(reference.values)
@@ -373,7 +374,7 @@ def test_a_mask_by_query_replaces_the_causal_rule_and_windows(name, mask):
 @pytest.mark.parametrize("name", ["pre", "like llama", "window"])
 def test_the_argument_decides_the_meaning_of_a_square_mask(name):
     """With as many texts as positions, the shape of a mask does not say if its first axis is the
-    batch or the queries. The argument says it.
+    batch or the queries. This follows from the name of the argument that the mask is given to.
     """
     model, tokens = variant(name), some_tokens(shape=(POS, POS))
     # As a mask of queries and keys, queries see later keys. As a mask of padding, each text has one

@@ -99,8 +99,8 @@ def test_published_sizes_of_gpt2(name, count):
 
 def test_other_sizes_follow_from_the_documents_numbers():
     for name, (layers, heads, width) in SIZES.items():
-        # The parameters are tied embeddings and, in each block, 4 d² in attention and 8 d² in the
-        # MLP. There are no others.
+        # The only parameters are tied embeddings and, in each block, 4 d² in attention and 8 d² in
+        # the MLP.
         assert on_meta(name).count_parameters() == 50257 * width + layers * 12 * width**2
         assert (config_of(name).n_heads, config_of(name).d_head) == (heads, 64)
     # Embeddings, output map and its bias; per block two LayerNorms, 4 d², and an MLP with biases.

@@ -320,7 +320,8 @@ def test_a_trained_model_can_be_initialised_again(init, tied):
     assert trained.W_E.std().item() == pytest.approx(math.sqrt(variance), rel=0.05)
     assert is_tied(trained) == tied
     for name, parameter in trained.named_parameters():
-        if parameter.ndim == 1:  # gains and biases
+        # Gains and biases have one axis.
+        if parameter.ndim == 1:
             start = torch.full_like(parameter, float(name.endswith("weight")))
             assert torch.equal(parameter, start), name
         else:
@@ -361,7 +362,8 @@ def test_a_context_beyond_that_of_the_training(name):
     with pytest.raises(ValueError, match="17; got 29"):
         model(tokens)
     with pytest.raises(ValueError, match="got 29"):
-        variant("pre").extend_context(29)  # learned
+        # A model with learned positions cannot be extended.
+        variant("pre").extend_context(29)
     model.extend_context(29)
     expected = torch.tensor(Reference(model)(tokens))
     with torch.no_grad():
@@ -412,4 +414,5 @@ def test_dropout_may_be_after_the_activation_instead(mlp):
     part.output.register_forward_pre_hook(lambda module, args: read.append(args[0]))
     with HookedRunner(part).hooks({"post": lambda value, point: torch.ones_like(value)}):
         part(draw(5, 7, 10).double())
-    assert read[0].unique().tolist() == [0.0, 4.0]  # 1 / (1 - 0.75)
+    # Dropout multiplies the kept values by 1 / (1 - 0.75).
+    assert read[0].unique().tolist() == [0.0, 4.0]

@@ -86,7 +86,8 @@ def test_logits_of_unequal_texts(ours, theirs):
         wanted = theirs(alone).logits[0]
         largest = wanted.abs().max()
         assert (logits[row][batch.attention_mask[row]] - wanted).abs().max() < 1e-5 * largest
-        assert torch.equal(ours(alone)[0], wanted)  # the same kernels in the same order
+        # Both models call the same kernels in the same order, so the logits are bitwise equal.
+        assert torch.equal(ours(alone)[0], wanted)
 
 
 @pytest.mark.sampled(2)
@@ -141,7 +142,8 @@ def test_the_lens_and_the_contribution_of_each_part(ours, theirs):
     _, cache = run_with_cache(ours, tokens)
     streams = theirs(tokens, output_hidden_states=True).hidden_states
     after = theirs.lm_head(theirs.model.norm(torch.cat(streams[1:-1]))).softmax(-1).topk(5)
-    lens = logit_lens(ours, cache)  # its first layer reads the embeddings
+    # The first layer of the lens reads the embeddings.
+    lens = logit_lens(ours, cache)
     assert (lens.probabilities[1:-1, 0] - after.values).abs().max() < 1e-4
     assert torch.equal(lens.tokens[18, 0, -1], after.indices[17, -1])
 

@@ -50,7 +50,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.xdist_group("vocabularies")  # one process unpacks them
+# All tests with the vocabularies run in one process, which unpacks them once.
+@pytest.mark.xdist_group("vocabularies")
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_every_line_is_as_llama_cpp_has_it(name, folder):
@@ -70,7 +71,8 @@ def test_every_line_is_as_llama_cpp_has_it(name, folder):
     for text, line in zip(parts, lines, strict=False):
         tokens = [int(token) for token in line.split()]
         assert tokenizer.encode(text) == tokens
-        if name != "bert-bge":  # its tokens have only small letters
+        # All letters of this vocabulary's tokens are lower case.
+        if name != "bert-bge":
             assert tokenizer.decode(tokens) == text
 
 

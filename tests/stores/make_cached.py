@@ -61,7 +61,8 @@ def cache(folder, source, tokens):
         buffer_size_gb=AT_ONCE * CONTEXT * D_IN * 4 / 1e9,
         prepend_bos=False,
     )
-    # SAELens would load a published model by its name. Give it this model instead.
+    # SAELens would load a published model by its name, so replace its loader by one that returns
+    # this model.
     with patch("sae_lens.cache_activations_runner.load_model", lambda **_: source):
         CacheActivationsRunner(
             config, override_dataset=Dataset.from_dict({"tokens": tokens.tolist()})

@@ -34,7 +34,8 @@ def trained(store, folder, steps=1500):
         total_training_samples=steps * SIZE,
         train_batch_size_samples=SIZE,
         lr=1e-3,
-        lr_end=1e-4,  # must be given, because the default does not work
+        # The default of `lr_end` does not work, so give a value.
+        lr_end=1e-4,
         device="cpu",
         logger=LoggingConfig(log_to_wandb=False),
     )

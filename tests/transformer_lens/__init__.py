@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 FILE = Path(__file__).with_name("models.npz")
-# If nothing was folded into them, weights are multiples of 1 / STEP.
+# The weights of the models are multiples of 1 / STEP, except where other weights were folded into
+# them.
 STEP = 16
 
 

@@ -59,7 +59,8 @@ def made(name, changes):
             parameter.copy_((value.clamp(-1.9, 1.9) * STEP).round() / STEP)
     if name.startswith("processed"):
         model.process_weights_()
-        model.setup()  # gives names to the points of the new norms
+        # `setup` gives names to the points of the new norms.
+        model.setup()
     return model
 
 

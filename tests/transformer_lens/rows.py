@@ -49,9 +49,9 @@ def result(code, names):
 
 
 def numbers(value):
-    """Return the first numbers of a result, to compare it. Characters of texts become numbers.
+    """Return the first numbers of a result, so that it can be compared.
 
-    Results of other kinds give None.
+    A text gives the numbers of its bytes. A result without numbers gives None.
     """
     value = "".join(value) if isinstance(value, list) and isinstance(value[0], str) else value
     if isinstance(value, str):

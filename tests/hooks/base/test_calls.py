@@ -56,7 +56,8 @@ def test_each_call_is_kept(model):
     assert torch.equal(output, logits)
     assert torch.equal(cache["state"], states)
     assert cache.axes("state") == ("call", "batch", "d_model")
-    assert cache["last"].shape == (1, 2, 1, 11)  # a module with one call has the axis too
+    # A module with one call has the axis of calls too.
+    assert cache["last"].shape == (1, 2, 1, 11)
     captured = runner.capture(TOKENS, names="state", calls="all")
     assert torch.equal(captured["state"], states)
     assert torch.equal(captured.at(call=2, batch=1)["state"], states[2, 1])

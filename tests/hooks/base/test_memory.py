@@ -244,6 +244,7 @@ def test_memory_that_values_share_is_counted_once():
     values, bound = torch.zeros(200), Bound(["w", "x", "y", "z"], max_bytes=1650)
     bound.add("w", values[:50])
     bound.add("x", values[20:])
-    bound.add("y", values)  # the three values share 800 bytes
+    # The three values share one tensor of 800 bytes.
+    bound.add("y", values)
     with pytest.raises(MemoryLimitError):
         bound.add("z", torch.zeros(300))

@@ -1,4 +1,4 @@
-"""Positions in padded batches: each text gets the positions that it gets when it is alone.
+"""Tests of positions in padded batches, which must be the same tokens as in each text alone.
 
 Positions have several forms: integers, slices, lists, masks and one list per text.
 """

@@ -82,8 +82,8 @@ def test_tensors_that_share_memory_and_parts_of_others_are_kept(path):
         assert torch.equal(value, parts[name])
 
 
-# These tensors have different sizes of numbers. In any order, most of them can be aligned only with
-# a gap before them.
+# The numbers of these tensors have different sizes in bytes. In whatever order a file stores the
+# tensors, most of them need a gap before them to be aligned.
 MIXED = {
     "flags": torch.tensor([True, False, True]),
     "wide": torch.tensor([[0.1, -2.0], [1e300, 4.0], [5.0, 6.0]], dtype=torch.float64).T,

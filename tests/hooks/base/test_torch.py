@@ -92,7 +92,8 @@ def test_has_storage_and_is_unwatched():
     assert seen == [(True, True), (True, False), (True, False), *[(False, False)] * 3]
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler gives warnings of its own
+# The compiler gives warnings of its own.
+@pytest.mark.filterwarnings("ignore")
 def test_traced_as_constant():
     """Tracing calls the function once, and treats the answer as a constant.
 

@@ -359,7 +359,7 @@ def test_values_of_our_models_are_kept_without_copies(positions):
     assert cache["blocks.1.mlp.post"].data_ptr() == made["post"].data_ptr()
     assert all(torch.equal(cache[name], value) for name, value in copied.items())
     # Some values share memory: `resid_post` is the `resid_pre` of the next block, and keys are a
-    # part of the tensor of queries, keys and values. Count such memory once.
+    # part of the tensor of queries, keys and values. Memory that is shared counts only once.
     distinct = {id(value): value for value in cache.values()}
     assert cache["resid_post", 0] is cache["resid_pre", 1]
     assert cache.nbytes == sum(value.nbytes for value in distinct.values())

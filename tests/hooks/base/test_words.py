@@ -1,6 +1,6 @@
-"""A keyword that nothing reads is an error with close matches.
+"""Tests that a keyword that nothing reads is an error, which names similar keywords.
 
-This holds for any model, also if a library has put a wrapper around its forward.
+Any model gives this error, even if a library has put a wrapper around its forward.
 """
 
 import functools

@@ -213,7 +213,8 @@ def test_a_fit_of_a_mask_is_the_loop_written_out():
         [],
     )
     base, source = model.values(train.corrupted).detach(), model.values(train.clean).detach()
-    temperatures = iter(np.geomspace(1, 0.01, 2 * 8))  # 2 epochs; 350 pairs are 8 batches
+    # There are 2 epochs, and 350 pairs make 8 batches.
+    temperatures = iter(np.geomspace(1, 0.01, 2 * 8))
     for _ in range(2):
         total = 0.0
         for rows in torch.randperm(len(train), generator=draw).split(48):

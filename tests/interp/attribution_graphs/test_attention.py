@@ -57,7 +57,7 @@ def hold_norms_of_queries(model):
 def slope(model, cache, dictionaries, name, vector, reads, directions, held):
     """Return the derivatives of directions in several reads when a vector is added at a point.
 
-    Norms and MLPs keep the values of the run. Attention patterns keep them only if `held`.
+    Norms and MLPs keep the values of the run. With `held`, attention patterns keep theirs too.
     """
     seen, share = {}, torch.zeros((), dtype=torch.float64, requires_grad=True)
 

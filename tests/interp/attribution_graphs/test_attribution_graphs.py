@@ -650,7 +650,7 @@ def test_values_and_changes_that_are_not_finite_are_refused(monkeypatch):
             influence.influence(rows, rows.new_tensor([1.0, 0.0]), column)
         with within_seconds(60), pytest.raises(ValueError, match="must be finite"):
             predicted_changes(rows, column, one, one, torch.zeros(1).bool())
-        # The same for a node that has no effect on others.
+        # A node that has no effect on others gives the same error.
         with pytest.raises(ValueError, match="must be finite"):
             predicted_changes(rows, column, one, one, torch.ones(1).bool())
     rows = FrozenRun.rows

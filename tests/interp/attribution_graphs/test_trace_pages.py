@@ -65,7 +65,7 @@ def test_an_answer_of_several_tokens_has_a_target_for_each_token_and_their_sum()
         torch.testing.assert_close(
             graph.rows[number, columns], prefix.rows[0], rtol=1e-4, atol=1e-5
         )
-    # What sums and heads say of the whole answer.
+    # The node of the whole answer gives sums over its tokens, in `heads` and in `intervene`.
     total = graph.logits[-1].id
     source = max(
         (node for node in graph.nodes if node.kind == "feature"), key=lambda node: node.influence
@@ -290,10 +290,11 @@ def test_the_page_lists_links_pins_groups_and_thins(graph, tmp_path):
     assert seen["errors"] == []
     assert seen["foreign"] == 0
     assert seen["width"] <= 400
-    assert 0 < seen["from"] < 350  # the node that is selected first is visible
+    # The node that is selected first is inside the visible part.
+    assert 0 < seen["from"] < 350
     assert seen["title"] == logit.label
     assert len(seen["inputs"]) == 1
-    # The meaning of a feature comes before its number.
+    # The line of a feature says first what the feature raises. Its id comes last.
     assert seen["inputs"][0].startswith("+100 raises ")
     assert seen["inputs"][0].endswith(f" {feature.id}")
     # The page must show the strongest path to the logit.

@@ -27,7 +27,8 @@ def drawn(*shape):
 def model_of(form):
     torch.manual_seed(0)
     model = Transformer(TransformerConfig(**SIZES, **FORMS[form])).double().eval()
-    for weight in model.parameters():  # gains and biases too
+    # Draw the gains and biases too.
+    for weight in model.parameters():
         weight.data += 0.3 * torch.randn_like(weight)
     return model
 

@@ -728,7 +728,8 @@ def test_a_text_of_both_kinds_is_in_one_fold(model, given, pos):
     if given == "caches":
         yes = left_padded(model, yes, 20)
     found = probe(model, yes, no, name, **options)
-    # With "of each", the two examples of a text are at different positions.
+    # With "of each", the values of a text in the two kinds come from different positions, so they
+    # are not equal.
     if pos != "of each":
         # The AUROC compares each example with all examples of the other kind. Rounding decides the
         # comparison of a text with itself, which is one of 3 or 4 comparisons.
@@ -838,8 +839,9 @@ def test_constant_columns_have_no_coefficient(kind, dtype):
 
 
 def test_directions_that_vary_only_by_rounding_are_not_erased():
-    """In the fitted values, the third dimension varies only by rounding. The erasure must leave it
-    unchanged, also in other values that do vary along it.
+    """In the fitted values, the third dimension varies only by rounding.
+
+    The erasure must leave this dimension unchanged, even in other values in which it does vary.
     """
     torch.manual_seed(3)
     labels = (torch.arange(60) < 30).double()[:, None]

@@ -252,7 +252,8 @@ def test_a_mean_leaves_padding_out(wide, texts):
             )
             changed = value.copy()
             changed[np.ix_(*at)] = expected[np.ix_(*at)]
-            for mask in (real, None):  # without `attention_mask=`, the mask of the cache is used
+            # Without `attention_mask=`, the edit uses the mask of the cache.
+            for mask in (real, None):
                 edited = edits.mean(padded, over, attention_mask=mask, **where)(
                     padded[name, 1].clone(), wide.points[padded.name((name, 1))]
                 )
@@ -649,7 +650,8 @@ def test_receipts_say_what_each_hook_did(wide, texts):
     scalar = HookedRunner(nn.Sequential(nn.Identity()))
     with scalar.hooks({"0": lambda value, point: -value}, receipts=True) as context:
         scalar.model(torch.tensor(60000.0).half())
-        scalar.model(torch.tensor(1.0, device="meta"))  # has no number, so it is not counted
+        # A tensor on the device "meta" has no numbers, so this call is not counted.
+        scalar.model(torch.tensor(1.0, device="meta"))
     (receipt,) = context.receipts
     assert (receipt.calls, receipt.rows, receipt.largest) == (1, 1, 120000)
 

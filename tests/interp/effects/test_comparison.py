@@ -24,7 +24,8 @@ def drawn(seed):
 def test_ranks_and_signs_of_the_means(noise):
     exact, estimate = drawn(1), drawn(1) + noise * drawn(2)
     exact[1, 2] = 0
-    exact[2] = exact[2, :1]  # equal values, which have equal ranks
+    # Equal values have equal ranks.
+    exact[2] = exact[2, :1]
     found = compare_effects(result(exact), result(estimate))
     ours, theirs = (values.mean(-1).flatten().numpy() for values in (exact, estimate))
     ranks = [[sum(values < x) + sum(values == x) / 2 for x in values] for values in (ours, theirs)]

@@ -155,7 +155,10 @@ def test_a_config_of_circuit_tracer_is_honoured_or_refused(refused, tmp_path):
 
 @pytest.mark.parametrize("siblings", ["beside", "alone"])
 def test_a_file_of_one_layer_is_this_layer(tmp_path, siblings):
-    """The file may be alone or in a folder of several layers. Layer 10 tests two digits."""
+    """The file of a layer may be alone in its folder or beside the files of other layers.
+
+    The file of layer 10 tests that a name with two digits is read.
+    """
     pytest.importorskip("yaml", reason="config.yaml needs PyYAML")
     folder = shutil.copytree(FIXTURES / "circuit_tracer", tmp_path / "own")
     shutil.copy(folder / "layer_0.safetensors", folder / "layer_10.safetensors")
@@ -430,7 +433,8 @@ def test_sae_lens_with_flat_fields_beside_metadata(name, tmp_path):
     assert made.reads == made.writes == "blocks.2.mlp_out"
     inner = {"metadata": {"hook_name": "blocks.1.hook_resid_post"}}
     other = load_sae(changed(folder, tmp_path / "other", flat | inner, drop=["decoder_init_norm"]))
-    assert other.reads == "blocks.1.resid_post"  # `metadata` wins if both give a place
+    # If the config and its `metadata` name different points, the name in `metadata` counts.
+    assert other.reads == "blocks.1.resid_post"
 
 
 def test_a_transcoder_is_one_by_its_architecture(tmp_path):

@@ -301,7 +301,8 @@ def test_a_dictionary_of_gemma_scope_2_in_its_model(models):
     _, attached, _ = models("gemma3_text")
     made = load_sae(FIXTURES / "gemma_scope_2")
     assert (made.reads, made.writes) == ("blocks.1.ln2.normalized", "blocks.1.mlp_out")
-    with pytest.raises(ValueError, match="must read vectors of size 24"):  # in the right block
+    # The error is about the size, so `splice` has found the block.
+    with pytest.raises(ValueError, match="must read vectors of size 24"):
         splice(attached, made).__enter__()
 
 

@@ -101,7 +101,8 @@ def test_maps_of_attached_models_with_constant_scales_of_norms(kind, monkeypatch
     if kind in FOREIGN:
         monkeypatch.setattr("models.attached.attached.FAMILIES", {})
     model, text = made(kind), TEXT[:1]
-    step, share = 1e-2, 3e-3  # large, because many norms always compute in float32
+    # The steps are large, because many norms always compute in float32.
+    step, share = 1e-2, 3e-3
     attach(model)
     scores, attention, cache, stream = scores_of(model, text)
     attn, context = attention.sublayer, Graph(model).model.context(text)

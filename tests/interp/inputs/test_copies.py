@@ -51,7 +51,8 @@ def batch_of(texts, sides, width=7, filler=8):
 @pytest.mark.parametrize("sides", [["left"] * 6, ["right"] * 6, ["left", "right"] * 3])
 def test_texts_are_the_same_by_their_real_tokens(sides):
     tokens, mask = batch_of(SHORT, sides)
-    tokens[0, ~mask[0]] = 2  # the token at padding does not matter
+    # Which token is at padding does not matter.
+    tokens[0, ~mask[0]] = 2
     assert groups(digests(Text(tokens, mask))) == NUMBERS
     wider = Text(*batch_of(SHORT, sides[::-1], width=9))
     assert digests(wider) == digests(Text(tokens, mask))
@@ -112,7 +113,8 @@ def test_a_split_keeps_copies_together(seed):
     parts = pairs.split(seed, share=0.4)
     texts = [{numbers[row] for row in part.answers.tolist()} for part in parts]
     assert not texts[0] & texts[1]
-    assert len(texts[0]) == 3  # 0.4 of 7 texts, rounded
+    # 0.4 of 7 texts are rounded to 3 texts.
+    assert len(texts[0]) == 3
     assert sorted(row for part in parts for row in part.answers.tolist()) == [*range(13)]
     assert not {*parts[0].digests()} & {*parts[1].digests()}
     # The draw is over different texts, so it is the draw of a split without copies.

@@ -23,7 +23,8 @@ nbformat = pytest.importorskip("nbformat", reason="needs the extra notebook")
 nbconvert = pytest.importorskip("nbconvert", reason="needs the extra notebook")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [
-    pytest.mark.full,  # it takes minutes, and CI has no browser
+    # The test takes minutes, and CI has no browser.
+    pytest.mark.full,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium to open pages in"),
     pytest.mark.xdist_group("browser"),
 ]

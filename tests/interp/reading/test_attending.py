@@ -244,7 +244,8 @@ def test_scores_that_cannot_be_explained_are_errors():
     hooks = {"blocks.0.mlp_out": edits.scale(1.5, pos=2)}
     with HookedRunner(model).hooks({"blocks.1.resid_pre": edits.scale(2.0)}):
         edited = HookedRunner(model).run_with_cache(TEXT)[1]
-    # The change that an edit makes between two blocks is a separate source.
+    # An edit between two blocks changes the stream. The attribution lists this change as a source
+    # of its own.
     assert "input1" in attention_attribution(model, edited, (1, 0)).labels["key_source"]
     chosen = torch.tensor([-1, 3]), torch.tensor([[2], [0]])[:, 0]
     lists = ([-1, 3], [2, 0])

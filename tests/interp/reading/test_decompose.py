@@ -283,7 +283,8 @@ def test_tokens_and_directions_of_all_examples_of_each_and_of_each_position():
     for row in range(BATCH):
         one = direct_logit_attribution(model, cache, right=int(RIGHT[row, 0])).values
         torch.testing.assert_close(by_example[..., row], one[..., row])
-    # The direction of a token is a column of the unembedding. It gives the logit without its bias.
+    # The direction of a token is its column of the unembedding. The product of the final norm's
+    # output with this direction is the token's logit without the bias.
     columns = model.W_U.detach()[:, RIGHT].movedim(0, -1)
     for direction in (columns, columns[:, 2], columns[1, 2]):
         shared = direction.expand(BATCH, POS, -1) if direction.ndim != 2 else direction[:, None]

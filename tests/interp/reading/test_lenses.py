@@ -99,10 +99,12 @@ def jacobians(model, text):
 def test_the_jacobian_lens_is_the_mean_of_all_jacobians(kind):
     model = small(**KINDS[kind])
     each = torch.stack([jacobians(model, text) for text in TEXTS])
-    with torch.no_grad():  # the caller may have switched gradients off
+    # The lens works although the caller has switched gradients off.
+    with torch.no_grad():
         lens = jacobian_lens(model, map(torch.tensor, TEXTS), skip=SKIP)
     torch.testing.assert_close(lens.weight, each.mean(0))
-    spread = (each - each.mean(0)).square().sum((0, 2, 3)) / 2 / 3  # variance of the mean
+    # This is the variance of the mean.
+    spread = (each - each.mean(0)).square().sum((0, 2, 3)) / 2 / 3
     torch.testing.assert_close(lens.error, spread.sqrt() / each.mean(0).flatten(1).norm(dim=1))
     assert lens.n_texts == 3
     assert all(weight.grad is None for weight in model.parameters())

@@ -271,7 +271,8 @@ def test_the_top_places_are_largest_in_absolute_value(result):
     assert (top[0].low, top[0].high) == pytest.approx([e[1, 1].item() for e in result.interval()])
     assert [place.where["head"] for place in top[1:]] == [0, 0]
     assert abs(top[1].effect) >= abs(top[2].effect)
-    assert result.top(6)[5].where == {"layer": 4, "head": 1}  # its effect is NaN, which comes last
+    # The effect of this place is NaN, and NaN comes last.
+    assert result.top(6)[5].where == {"layer": 4, "head": 1}
     assert len(result.top(100)) == 6
     assert repr(top).splitlines()[0].startswith("layer 5, head 1  -8.4  [-8.")
     assert result.select(layer=5, head=1).top()[0].where == {}

@@ -103,7 +103,8 @@ def recurrent():
     model = attachable.made("jamba", config=config)
     twin = copy.deepcopy(model)
     with pytest.raises(ValueError, match="LinearAttention"):
-        twin(CLEAN + 3)  # with a cache, the model itself fails
+        # With a cache, the model itself fails.
+        twin(CLEAN + 3)
     with models.attach(model):
         yield types.SimpleNamespace(model=model, twin=twin)
 

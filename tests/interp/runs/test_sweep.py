@@ -540,7 +540,8 @@ class TimeMajor(nn.Module):
         self.out = HookPoint("pos batch d_model") if kind == "declared" else nn.Identity()
 
     def forward(self, tokens):
-        places = self.positions(torch.arange(tokens.shape[1]))  # [pos, d_model], like in nanoGPT
+        # As in nanoGPT, these embeddings [pos, d_model] have no axis of texts.
+        places = self.positions(torch.arange(tokens.shape[1]))
         x = (self.embedding(tokens) + places).transpose(0, 1)
         x = self.inner(x)
         return self.head(self.out(x[0] if isinstance(x, tuple) else x).transpose(0, 1))
@@ -665,7 +666,8 @@ def test_sweeps_without_numbers_are_errors():
     for wrong in ({"unused": edits.zero()}, {"embed": edits.replace(torch.zeros(4, POS, 10))}):
         with pytest.raises((NeverFiredError, EditError)):
             sweep(model, tokens, [*HEADS_OFF, wrong], lambda logits: measured.append(1))
-    assert not measured  # the errors come before any edited run
+    # The errors come before any edited run.
+    assert not measured
 
 
 def test_effects_say_what_was_edited():

@@ -215,7 +215,7 @@ def test_rank_is_numpys_and_a_batch_is_sliced():
     several = torch.stack([matrix, torch.zeros(11, 7, dtype=torch.float64), randn(11, 7)])[None]
     whole = svd(several)
     assert whole.rank.tolist() == np.linalg.matrix_rank(several.numpy()).tolist()
-    # The matrix in float32 contains rounding of about 1e-7. It must not count for the rank.
+    # In float32, the matrix contains rounding errors of about 1e-7. They must not raise the rank.
     assert svd(matrix.float()).rank == 3
     part = whole[0, 1:]
     assert (part.u.shape, part.s.shape, part.vh.shape) == ((2, 11, 7), (2, 7), (2, 7, 7))

@@ -46,7 +46,8 @@ def kill_one(out, killed):
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("default")  # Ray gives warnings
+# Ray gives warnings.
+@pytest.mark.filterwarnings("default")
 def test_a_cluster_writes_the_files_of_one_process(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     ray = pytest.importorskip("ray", reason="needs the extra ray")

@@ -1,6 +1,6 @@
-"""Stores: their values equal runs of each text alone.
+"""Tests of stores: the stored values of a text equal those of a run with only this text.
 
-Their files do not depend on the number of jobs, or on jobs that were killed.
+The files of a store do not depend on the number of jobs, or on jobs that were killed.
 """
 
 import errno
@@ -402,7 +402,8 @@ def test_a_full_disk_is_an_error_and_leaves_no_partial_file(tmp_path, monkeypatc
 
 def test_a_harvest_that_would_not_fit_does_not_begin(tmp_path, monkeypatch):
     model, texts = model_and_texts()
-    texts = [[1, 2, 3]] * 20  # four files of one size
+    # These texts make four files of one size.
+    texts = [[1, 2, 3]] * 20
     size = plan(model, texts, NAMES, tmp_path).bytes
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size - 1))
@@ -486,14 +487,16 @@ def test_a_lost_manifest_lets_no_other_adopt_the_files(place, change, tmp_path):
     whole = harvest(**call).checksums
     system, root = fsspec.core.url_to_fs(out)
     system.rm_file(f"{root}/manifest.json")
-    system.rm_file(f"{root}/values-000000.safetensors")  # the first file that it would write
+    # This is the first file that the call would write.
+    system.rm_file(f"{root}/values-000000.safetensors")
     changed = {name: value() if name == "model" else value for name, value in change.items()}
     before = {name: system.cat_file(name) for name in system.ls(root, detail=False)}
     with pytest.raises(ValueError, match="must contain files of one store; .*values-000001"):
         harvest(**call | changed)
     assert {name: system.cat_file(name) for name in system.ls(root, detail=False)} == before
     assert harvest(**call).checksums == whole
-    # Files that say that a job has ended count only for their own store.
+    # Each job writes a file with "done" in its name when it ends. These files of another store must
+    # not make this harvest believe that its own jobs have ended.
     for name in [name for name in system.ls(root, detail=False) if "done" not in name]:
         system.rm_file(name)
     alone = harvest(**call | changed | {"out": str(tmp_path / "alone")})
@@ -518,7 +521,7 @@ def at_once(*jobs):
 
 
 def meet(monkeypatch, name):
-    """Make two threads wait for each other before they move their first file into place."""
+    """Make two threads move the file `name` to its place at the same time, in their first write."""
     replacing, barrier, met = storage.replacing, threading.Barrier(2, timeout=30), threading.local()
 
     @contextmanager
@@ -630,8 +633,8 @@ def test_file_systems_without_links_or_with_their_own_errors(tmp_path, monkeypat
 def test_a_job_whose_store_was_taken_over_writes_no_more(tmp_path):
     """If another job with other settings has taken over the folder, the first job stops.
 
-    Some file systems cannot write a file only if it does not exist. There, the later manifest
-    stays.
+    Some file systems cannot refuse to write a file that exists already. There, the manifest of the
+    later job replaces that of the first.
     """
     model, texts = model_and_texts(25)
     other = made(other_model(), texts, tmp_path / "other")
@@ -735,7 +738,8 @@ def test_a_store_never_shrinks(lost, tmp_path):
     model, texts = model_and_texts()
     rows = [sum(map(len, texts[:n])) for n in range(24)]
     made(model, texts[:10], tmp_path)
-    assert len(made(model, texts, tmp_path)) == rows[23]  # more texts are added to the store
+    # A call with more texts adds them to the store.
+    assert len(made(model, texts, tmp_path)) == rows[23]
     for name in lost:
         (tmp_path / name).unlink()
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -785,7 +789,8 @@ def large(texts, number):
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_after_an_overflow_another_dtype_begins_again(jobs, dtype, place, tmp_path):
     """After an overflow, the call that the error suggests works in the same folder."""
-    model, texts = large(model_and_texts()[1], 12)  # in file 2
+    # The overflow is in file 2.
+    model, texts = large(model_and_texts()[1], 12)
     out = str(tmp_path / "one") if place == "disk" else f"{place}/{tmp_path.name}"
     call = {"texts": texts, "names": ["embed", NAMES[1]], "batch": 3, "per_file": 5}
     alone = harvest(model, **call, out=tmp_path / "alone", dtype=dtype)

@@ -382,7 +382,8 @@ def test_lazy_caches(kind):
         whole = runner.run_with_cache(TOKENS, use_cache=False)[1]
     for part in ("attn.k", "resid_mid", "resid_post"):
         torch.testing.assert_close(lazy[part, 2], whole[part, 2][:, 3:], rtol=0, atol=1e-6)
-    seen = lazy["attn.pattern", 2]  # has no keys that the window has dropped
+    # The pattern has no keys that the window has dropped.
+    seen = lazy["attn.pattern", 2]
     expected = whole["attn.pattern", 2][:, :, 3:, -seen.shape[-1] :]
     torch.testing.assert_close(seen, expected, rtol=0, atol=1e-6)
 

@@ -335,8 +335,8 @@ KNOCKED = ["gpt2", "llama", "gemma2", "bloom", "gpt_neox", "gpt_oss", "qwen2", "
 def test_a_query_without_keys_attends_to_nothing(name, side):
     """The output `z` of such a query is zero.
 
-    The kernels of `transformers` mask with the lowest finite number, not with -inf. A softmax over
-    these numbers alone would give weights to masked keys.
+    The kernels of `transformers` mask with the lowest finite number, not with -inf. If all scores
+    of a query were this number, a softmax would give equal weights to all masked keys.
     """
     model = made(name)
     width = 6

@@ -314,7 +314,8 @@ def test_padding_on_the_left_of_a_model_that_maps_its_embeddings(dtype):
     model.transformer.word_embeddings = Wide(23, 300, 128).eval()
     embedding = model.transformer.word_embeddings
     few, many = (embedding(tokens) for tokens in (TOKENS[:, 1:].contiguous(), TOKENS))
-    assert not torch.equal(few, many[:, 1:])  # fewer rows are really rounded differently
+    # With fewer rows, the values are really rounded differently.
+    assert not torch.equal(few, many[:, 1:])
     model.to(dtype)
     alone = [
         model(row[mask][None], use_cache=False).logits[0]
@@ -391,8 +392,9 @@ def test_hidden_states_collected_before_attach_show_edits():
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hidden_states_may_be_collected_beside_edges(when):
-    """`transformers` collects hidden states with hooks of its own. They only read, so they may stay
-    on a model with a graph.
+    """`transformers` collects hidden states with hooks of its own.
+
+    These hooks only read values, so they do not disturb an analysis of edges.
     """
     model, metric = made("llama"), log_prob(3)
     corrupted = (TOKENS + 1) % 23
@@ -643,7 +645,8 @@ def test_shared_keys_are_edited_for_all_with_and_without_a_cache():
         torch.testing.assert_close(cached, uncached)
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
+# The library peft reads this attribute.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
 def test_an_adapter_before_attach_generates_as_a_whole_text():
     peft = pytest.importorskip("peft", reason="needs peft")
     model = made("llama", dtype=torch.float32)
@@ -909,7 +912,8 @@ def test_a_generation_whose_pieces_do_not_follow_is_refused(options):
             HookedRunner(model).run_with_cache(run=run, names="blocks.*.resid_post")
         zero = {"blocks.1.mlp_out": edits.zero(pos=-1)}
         with HookedRunner(model).hooks(zero):
-            run()  # edits work, because the values of the runs are not joined
+            # Edits work, because they do not join the values of several runs.
+            run()
 
 
 def test_embeddings_may_be_given_instead_of_tokens():

@@ -288,7 +288,8 @@ def padding(w):
                 real = mask[row].nonzero()[:, 0]
                 alone = with_positions(w, torch.ones(1, length, dtype=torch.long))
                 single, values = run_with_cache(input_ids=w.tokens[row, real][None], **alone)
-                bound = 1e-5 if w.name in SINKS else 1e-6  # sums in another order
+                # With sinks, the sums are computed in another order.
+                bound = 1e-5 if w.name in SINKS else 1e-6
                 close(output.logits[row, real], theirs[row, real], "twin", bound)
                 close(output.logits[row, real], single.logits[0], "logits")
                 for name in values:

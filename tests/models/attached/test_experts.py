@@ -75,7 +75,8 @@ def test_edits_match_raw_hooks(kind):
     model = made(kind)
     twin = copy.deepcopy(model)
     (_, index, _), _, plain = call_of(twin)
-    at = POS + 3  # position 3 of the second text, in rows of all tokens
+    # In rows of all tokens, this is position 3 of the second text.
+    at = POS + 3
     first, other = int(index[at, 0]), next(n for n in range(N) if n not in index[at])
 
     def cut(x, index, weights):
@@ -127,8 +128,8 @@ def test_experts_that_read_vectors_times_their_weights():
     with experts_of(twin).register_forward_hook(without):
         expected = logits(twin)
     assert torch.equal(edited(model, {names[0]: edits.zero(expert=3)}), expected)
-    # The model adds to the output of the shared expert in place. An edit puts another tensor there,
-    # and this tensor must not change.
+    # The model adds to the output of the shared expert in place. Here an edit replaces this output
+    # by a tensor of the cache, and the addition must not change that tensor.
     before = cache[names[1]].clone()
     edited(model, {names[1]: edits.replace(cache)})
     assert torch.equal(cache[names[1]], before)
@@ -360,7 +361,8 @@ def test_names_do_not_depend_on_the_weights(monkeypatch):
             moved += not torch.equal(changed[:, 1:], mixture(x)[:, 1:])
         with attach(model) as attached:
             names.add((*HookedRunner(model).points, *attached.left_out))
-    assert moved > 0  # with some of the weights, other positions did round differently
+    # For some of the weights, a changed position really changed the rounding at other positions.
+    assert moved > 0
     ((*points,),) = names
     expected = ["0.mixer_out", "1.mlp_out", "2.attn_out", "3.mlp_out"]
     assert [n for n in points if n.startswith("blocks.") and n.endswith("_out")] == [

@@ -184,7 +184,8 @@ def test_several_choices_for_each_text():
         ("LlamaForCausalLM", True),
         ("BertForMaskedLM", False),
         ("BertForTokenClassification", False),
-        ("LlamaForSequenceClassification", True),  # has no logits for each position
+        # Sequence classifiers have no logits for each position.
+        ("LlamaForSequenceClassification", True),
         ("BertForSequenceClassification", True),
     ],
 )

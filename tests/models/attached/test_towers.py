@@ -213,7 +213,8 @@ def test_edits_match_raw_hooks(name):
             if (z := f"{prefix}blocks.1.{attention}.z") not in cache:
                 continue
             if name == "qwen3_5" and not prefix:
-                continue  # here the output map reads z times a gate
+                # Here the output map reads z times a gate.
+                continue
             flat, width = together(cache[z].flatten(2)), cache[z].shape[-1]
             reads_z = next(
                 path

@@ -141,7 +141,8 @@ def test_the_error_for_an_unknown_model_lists_the_models(monkeypatch, tmp_path):
         with pytest.raises(FileNotFoundError, match=f"build.'{name}'") as caught:
             load(name)
         assert ("has been disabled" in str(caught.value)) == (name == "gpt2")
-        assert "mean" not in str(caught.value)  # a known name needs no suggestion
+        # A known name needs no suggestion.
+        assert "mean" not in str(caught.value)
 
 
 def test_a_path_is_never_a_bundled_model(model, tmp_path, monkeypatch):
@@ -226,7 +227,8 @@ def test_shards(model, saved, tokens, suffix):
     assert torch.equal(load(saved)(tokens), model(tokens))
     described = json.loads(index.read_text())
     key = next(iter(described["weight_map"]))
-    described["weight_map"][key] = files[1].name  # the wrong file
+    # Name the wrong file for one tensor.
+    described["weight_map"][key] = files[1].name
     index.write_text(json.dumps(described))
     with pytest.raises(ValueError, match=f"index.json .*1 missing: {key}"):
         load(saved)
@@ -297,7 +299,8 @@ def test_a_bin_file_runs_nothing(saved, tmp_path):
     assert not Path(trap.marker).exists()
 
 
-@pytest.mark.filterwarnings("ignore")  # torch.load warns about damage
+# `torch.load` warns about damaged files.
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
 def test_damage_is_refused_or_changes_no_weight(form, tmp_path):
     sizes = dict(vocab_size=2, n_ctx=2, n_layers=1, n_heads=1, d_model=2, d_mlp=1)
@@ -433,7 +436,8 @@ def test_hub_models_are_fetched(model, saved, tokens, monkeypatch):
     assert "pytorch_model*.bin" in asked[-1][1]
     asked.clear()
     load_tokenizer("some/model")
-    assert len(asked) == 1  # no other file is downloaded
+    # No other file is downloaded.
+    assert len(asked) == 1
     (saved / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match="config.json"):
         load("some/model")

@@ -485,7 +485,8 @@ def test_damaged_files_are_named(path):
     assert "byte order" in error(path)
 
 
-@pytest.mark.parametrize("kind", [4, 8, 9, 13])  # of numbers, texts, arrays; 13 does not exist
+# The kinds are numbers, texts and arrays; kind 13 does not exist.
+@pytest.mark.parametrize("kind", [4, 8, 9, 13])
 def test_a_huge_length_of_an_array_ends_at_once(path, kind):
     array = struct.pack("<IIQ", 9, kind, 2**62)
     path.write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + array + bytes(1000))

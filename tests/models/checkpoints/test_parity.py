@@ -14,8 +14,10 @@ from tests.models.checkpoints.pair import BATCH, LAYERS, N_CTX, POS, ROWS, VOCAB
 
 transformers = pytest.importorskip("transformers")
 
-LENGTHS = (23, 9, 14)  # of the rows of a padded batch
-PIECES = (7, 1, 2, 13)  # of the sequence, when it is read in parts
+# The lengths of the rows of a padded batch.
+LENGTHS = (23, 9, 14)
+# The lengths of the parts in which a sequence is read.
+PIECES = (7, 1, 2, 13)
 POINTS = ["blocks.*.resid_pre", "blocks.*.resid_post", "*.attn.pattern"]
 
 
@@ -62,7 +64,8 @@ def alone(values, row, real):
 def test_logits_streams_and_patterns(pair, tokens):
     ours, theirs = seen(pair.ours, tokens), pair.reference(tokens)
     close_throughout(ours, theirs)
-    close(pair.ours(tokens), theirs["logits"])  # with the fused kernels
+    # Without hooks, the model uses the fused kernels.
+    close(pair.ours(tokens), theirs["logits"])
     assert 1 < ours["logits"].abs().max() < 30
     for layer in range(LAYERS):
         pattern = ours[f"blocks.{layer}.attn.pattern"]
@@ -122,7 +125,8 @@ def test_a_file_in_half_precision_is_read_as_float32(pair, dtype, tokens, tmp_pa
     with torch.no_grad():
         expected = theirs.eval()(tokens).logits
         rounding = (pair.theirs(tokens).logits - expected).abs().max()
-    assert rounding > 1e-4  # the file in half precision really has other numbers
+    # The file in half precision really contains other numbers.
+    assert rounding > 1e-4
     close(load(tmp_path, dtype=torch.float32)(tokens), expected)
 
 
@@ -130,7 +134,8 @@ def test_a_file_in_half_precision_is_read_as_float32(pair, dtype, tokens, tmp_pa
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(pair, side):
     rows, padded, mask = padded_batch(side)
-    logits = pair.ours(padded, attention_mask=mask)  # with the fused kernels
+    # Without hooks, the model uses the fused kernels.
+    logits = pair.ours(padded, attention_mask=mask)
     ours = seen(pair.ours, padded, attention_mask=mask)
     for row, tokens in enumerate(rows):
         theirs = pair.reference(tokens[None])

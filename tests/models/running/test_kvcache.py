@@ -19,7 +19,8 @@ from tests.reference import masked
 
 VOCAB, N_CTX, LAYERS, HEADS, D_HEAD = 23, 19, 3, 4, 6
 LENGTH = 13
-LENGTHS = (5, 13, 8)  # of the rows of a padded batch
+# The lengths of the rows of a padded batch.
+LENGTHS = (5, 13, 8)
 STEP = 4
 
 SIZES = dict(vocab_size=VOCAB, n_ctx=N_CTX, n_layers=LAYERS, n_heads=HEADS, d_model=20, d_mlp=11)
@@ -432,7 +433,10 @@ def test_another_model_is_refused(other):
 
 
 def test_a_model_with_the_same_keys_goes_on():
-    """Folded norms do not change keys and values; another precision rounds them."""
+    """Twins with folded norms, or in float64, can continue the cache of a model.
+
+    The first has the same keys and values, and the second has them with smaller rounding errors.
+    """
     model, tokens = build("window"), text(2, LENGTH)
     twin = fold_norms(model)
     assert twin.config != model.config

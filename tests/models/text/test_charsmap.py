@@ -31,7 +31,8 @@ TABLE = {
     "bc": "q",
     "c": "",
     "ghi": "!",
-    "\u2603": "\U000f0000",  # one of the characters that stand for longer texts
+    # This is one of the characters that stand for longer texts.
+    "\u2603": "\U000f0000",
 }
 # At each place the longest sequence is replaced. The replacement is not read again.
 NORMALISED = {
@@ -112,7 +113,8 @@ def test_the_library_reads_a_table_in_another_way():
     itself. If this test fails, `Precompiled` of the library may be correct now.
     """
     theirs = tokenizers.normalizers.Precompiled(written(TABLE))
-    assert theirs.normalize_str("e\u0301 \u33a2") == "\u00e9 km2"  # so the table is valid
+    # The library can read the table, so the table is valid.
+    assert theirs.normalize_str("e\u0301 \u33a2") == "\u00e9 km2"
     assert theirs.normalize_str("a\u3000\u0301b") == "a b"
     assert theirs.normalize_str("\u1112\u1161") == "\u1112\u1161"
 

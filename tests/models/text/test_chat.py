@@ -73,7 +73,8 @@ def test_a_chat_is_written_as_transformers_writes_it(name, prompt, tmp_path):
     ours = load_tokenizer(tmp_path)
     assert ours.chat_template.render(MESSAGES, prompt, **options) == expected
     model = load("pydoc-4l")
-    model.tokenizer = theirs  # a tokenizer of transformers works too
+    # `chat` also accepts a tokenizer of `transformers`.
+    model.tokenizer = theirs
     written = chat(model, MESSAGES, add_generation_prompt=prompt, **options)
     assert written.texts == (expected,)
     assert written.tokens.tolist() == [ours.encode(expected)]

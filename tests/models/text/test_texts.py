@@ -474,7 +474,8 @@ def test_an_answer_is_a_token_if_only_one_token_fits():
     model.tokenizer = library_of(WORDS)
     assert Pairs("the cat", answers="dog").read_by(model).answers.tolist() == [5]
     tokenizer = Spaced()
-    tokenizer.pieces[5] = "elsewhere"  # now " dog" is a token, and "dog" is not
+    # Now " dog" is a token, and "dog" is not.
+    tokenizer.pieces[5] = "elsewhere"
     model.tokenizer = tokenizer
     assert Pairs("the cat", answers="dog").read_by(model).answers.tolist() == [17]
 
@@ -695,7 +696,8 @@ def test_a_mask_by_query_reaches_every_analysis(site):
     everything = metric(interp.run_circuit(model, pairs, kept))
     scores = interp.edge_attribution(model, pairs)
     torch.testing.assert_close(estimate.base, base)
-    torch.testing.assert_close(scores.base, target)  # edges use noising, so the base is clean
+    # Effects of edges use noising, so the base is the clean run.
+    torch.testing.assert_close(scores.base, target)
     torch.testing.assert_close(everything, target)
     assert (scores.values - interp.edge_attribution(model, causal).values).abs().max() > 1e-3
 

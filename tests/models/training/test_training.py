@@ -368,7 +368,8 @@ syncs, fsync = [], os.fsync
 
 def killed(descriptor):
     syncs.append(descriptor)
-    if len(syncs) == 3:  # after the log's and the first checkpoint's
+    # The first two calls are for the log and for the first checkpoint.
+    if len(syncs) == 3:
         os.ftruncate(descriptor, 1000)
         os._exit(9)
     fsync(descriptor)
