@@ -1,6 +1,6 @@
 """The parts of a model that analyses need in addition to its hook points, and runs of a model."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -34,6 +34,17 @@ class Sizes(Protocol):
     d_model: int
 
 
+@runtime_checkable
+class Adapter(Protocol):
+    """The output map of a sublayer as a map with an adapter, which adds a term to its output."""
+
+    def base(self) -> tuple[Float[Tensor, "d_in d_model"], Float[Tensor, " d_model"]]:
+        """Return the weight and the bias of the map without the adapter: `x @ weight + bias`."""
+
+    def share(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_model"]:
+        """Return the term that the adapter adds to the output, for some inputs of the map."""
+
+
 class LanguageModel(Protocol):
     """The parts of a model that analyses use. `models.Transformer` has all of them.
 
@@ -51,6 +62,10 @@ class LanguageModel(Protocol):
     identity, or a LayerNorm or RMSNorm with a point `scale`, the number that it divides by. Norms
     that are not PyTorch's classes need `centres`, which is True if the norm subtracts the mean.
     `weight` and `bias` are the gain and the bias of a norm, or None.
+
+    A sublayer may have an `adapter` (`Adapter`). The weights of the sublayer then contain the
+    adapter. Sums of components separate it: they use `adapter.base()` for heads and neurons, and
+    `adapter.share(x)` as a part of its own. For an MLP, x is the value of its point `post`.
 
     Attributes:
         config: the sizes of the model.

@@ -49,6 +49,9 @@ class Graph(HintsAtNames):
     `a0.bias` is a writer if it is not zero. It has edges only if a norm divides `b_O` by its scale.
     Otherwise `a0.bias` is the same in every run, so replacing it has no effect.
 
+    LoRA adapters of an attached model are merged into the weights, so heads and MLPs contain their
+    adapters.
+
     Args:
         model: a model with the parts that `interp.protocol` lists for graphs, such as a
             `models.Transformer`; or an attached decoder. For an attached decoder, the graph uses

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hooks.base import all_to_device, shown
 from interp.graph.norms import is_identity, linear_part
 from interp.numbers.precision import like
+from interp.protocol import Adapter
 from interp.results.node import NodeName, node_name
 
 At = Callable[[nn.Module], Float[Tensor, "batch pos *size"]]
@@ -202,42 +203,97 @@ class Layer:
         attn = self.attention.sublayer
         return added_by(self.attention, attn.W_O, attn.b_O)
 
-    def attention_writers(self, at: At, added: Added | None = None) -> Iterator[Writers]:
+    def attention_writers(
+        self, at: At, added: Added | None = None, adapters: bool = False
+    ) -> Iterator[Writers]:
         """Yield the heads as writers and, if the block has one, the writer of the bias.
 
         Args:
             at: a function that returns the value of a point in a run.
             added: the factors of the attention output. Default: compute them.
+            adapters: whether the adapter of the output map is a separate writer, the last one.
+                Otherwise it is part of the heads.
         """
         n_heads = self.heads.stop - self.heads.start
         heads = [node_name(self.n, "head", head) for head in range(n_heads)]
         scale = None if self.scale is None else at(self.scale)
         z = at(self.attention.sublayer.z)
-        added = added or self.added
-        rest = None if self.bias is None else node_name(self.n, "attn_bias")
+        adapter = adapter_of(self.attention) if adapters else None
+        if adapter is None:
+            added = added or self.added
+            has_rest = self.bias is not None
+        else:
+            weight, bias = adapter.base()
+            weight = rearrange(weight, "(head d_head) d_model -> head d_head d_model", head=n_heads)
+            added = added_by(self.attention, weight, bias)
+            has_rest = added.has_rest
+        rest = node_name(self.n, "attn_bias") if has_rest else None
         yield from added.writers(heads, rest, values=z, scale=scale)
+        if adapter is not None:
+            share = share_of_adapter(self.attention, adapter, z.flatten(2), at)
+            yield Writers([node_name(self.n, "attn_adapter")], share[:, :, None])
 
-    def mlp_writers(self, at: At, neurons: bool = False) -> Iterator[Writers]:
+    def mlp_writers(
+        self, at: At, neurons: bool = False, adapters: bool = False
+    ) -> Iterator[Writers]:
         """Yield the MLP, or each of its neurons and its bias. Without an MLP, yield nothing.
 
         Args:
             at: a function that returns the value of a point in a run.
             neurons: whether each neuron is a separate writer.
+            adapters: whether the adapter of the output map is a separate writer, the last one.
+                Otherwise it is part of the MLP or the neurons.
         """
         if self.mlp is None:
             return
         branch = self.mlp.branch
-        if not neurons:
-            yield Writers([node_name(self.n, "mlp")], at(branch.added)[:, :, None])
-            return
         mlp = branch.sublayer
-        hidden = at(mlp.post)[..., None]
-        names = [node_name(self.n, "neuron", n) for n in range(hidden.shape[2])]
-        added = added_by(branch, mlp.W_out[:, None], mlp.b_out)
-        scale_point = _scale_of(branch)
-        scale = None if scale_point is None else at(scale_point)
-        rest = node_name(self.n, "mlp_bias") if added.has_rest else None
-        yield from added.writers(names, rest, values=hidden, scale=scale)
+        adapter = adapter_of(branch) if adapters else None
+        share = None
+        if adapter is not None:
+            share = share_of_adapter(branch, adapter, at(mlp.post), at)
+        if not neurons:
+            whole = at(branch.added)
+            rest_of_mlp = whole if share is None else whole - share
+            yield Writers([node_name(self.n, "mlp")], rest_of_mlp[:, :, None])
+        else:
+            hidden = at(mlp.post)[..., None]
+            names = [node_name(self.n, "neuron", n) for n in range(hidden.shape[2])]
+            weight, bias = (mlp.W_out, mlp.b_out) if adapter is None else adapter.base()
+            added = added_by(branch, weight[:, None], bias)
+            scale_point = _scale_of(branch)
+            scale = None if scale_point is None else at(scale_point)
+            rest = node_name(self.n, "mlp_bias") if added.has_rest else None
+            yield from added.writers(names, rest, values=hidden, scale=scale)
+        if share is not None:
+            yield Writers([node_name(self.n, "mlp_adapter")], share[:, :, None])
+
+
+def adapter_of(branch: Any) -> Adapter | None:
+    """Return the adapter of a branch's output map, or None; see `interp.protocol.Adapter`."""
+    adapter: Adapter | None = getattr(branch.sublayer, "adapter", None)
+    return adapter
+
+
+def share_of_adapter(
+    branch: Any, adapter: Adapter, read: Float[Tensor, "batch pos d_in"], at: At
+) -> Float[Tensor, "batch pos d_model"]:
+    """Return the share of an adapter in the output of a branch, in a run.
+
+    If a norm follows the branch, the share is passed through the norm without its bias, and divided
+    by the scale of the norm.
+
+    Args:
+        branch: the branch.
+        adapter: the adapter of its output map.
+        read: the input of the output map.
+        at: a function that returns the value of a point in a run.
+    """
+    share = adapter.share(read)
+    scale_point = _scale_of(branch)
+    if scale_point is None:
+        return share
+    return linear_part(branch.after, share.shape[-1]).after(share) / at(scale_point)
 
 
 def _scale_of(branch: Any) -> nn.Module | None:

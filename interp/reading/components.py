@@ -24,7 +24,7 @@ from hooks.base import (
     to_device,
 )
 from interp.graph.graph import Graph
-from interp.graph.nodes import At, Layer, Writers
+from interp.graph.nodes import At, Layer, Writers, adapter_of
 from interp.graph.norms import LinearPart, is_identity, linear_part
 from interp.inputs.cached import mask_of
 from interp.kinds import require_cache
@@ -32,9 +32,10 @@ from interp.protocol import plain
 from interp.results.node import NodeName, node_name
 
 # The last parts of the points that are read from a cache, without the points of neurons and of
-# experts; and the points that are also needed for experts.
+# experts; and the points that are also needed for experts, and for neurons and adapters.
 _READ = re.compile(r"(^(pos_)?embed|(ln_embed|ln_final|_post)\.scale|attn\.z|mlp_out|resid_\w+)$")
 _EXPERTS = re.compile(r"mlp\.(routing|chosen|experts|shared)$")
+_HIDDEN = re.compile(r"mlp\.post$")
 
 
 class ResidualComponents:
@@ -77,6 +78,15 @@ class ResidualComponents:
         return HookedRunner(self._given).points
 
     @cached_property
+    def _layers_with_adapters(self) -> set[str]:
+        """The names of the blocks whose MLP has an adapter in its output map."""
+        names = set[str]()
+        for n, block in enumerate(self.model.blocks):
+            if any(adapter_of(mlp) is not None for mlp in getattr(block, "branches", ())[1:]):
+                names.add(f"blocks.{n}")
+        return names
+
+    @cached_property
     def graph(self) -> Graph:
         """The model's graph, with token and position embeddings as separate writers."""
         return Graph(self.model, split_embeddings=True)
@@ -88,7 +98,11 @@ class ResidualComponents:
             CacheError: if the point is missing in the cache.
         """
         if name not in self._cache:
-            wanted = [_READ, _EXPERTS] if _EXPERTS.search(name) else [_READ]
+            wanted = [_READ]
+            if _EXPERTS.search(name):
+                wanted.append(_EXPERTS)
+            if _HIDDEN.search(name) or self._layers_with_adapters:
+                wanted.append(_HIDDEN)
             read = []
             for point in self._points:
                 if point == name or any(pattern.search(point) for pattern in wanted):
@@ -108,11 +122,12 @@ class ResidualComponents:
         """
         if name not in self._layer:
             layer = name.rpartition(".attn")[0] or name.rpartition(".")[0]
-            others = [
-                point
-                for point in self._cache
-                if point.startswith(f"{layer}.") and _READ.search(point)
-            ]
+            needed = [_READ, _HIDDEN] if layer in self._layers_with_adapters else [_READ]
+            others = []
+            for point in self._cache:
+                is_needed = any(pattern.search(point) for pattern in needed)
+                if is_needed and point.startswith(f"{layer}."):
+                    others.append(point)
             names = list(dict.fromkeys([name, *others]))
             self._layer = dict(zip(names, self._cache.read(*names), strict=True))
         return self._layer[name]
@@ -141,9 +156,11 @@ class ResidualComponents:
         yield self._inputs(at)
         for layer in self.graph.layers[:before]:
             yield from self._between(layer.n)
-            yield from layer.attention_writers(at)
-            is_mixture = experts and f"blocks.{layer.n}.mlp.experts" in self._points
-            yield from self._experts(layer) if is_mixture else layer.mlp_writers(at, neurons)
+            yield from layer.attention_writers(at, adapters=True)
+            if experts and f"blocks.{layer.n}.mlp.experts" in self._points:
+                yield from self._experts(layer)
+            else:
+                yield from layer.mlp_writers(at, neurons, adapters=True)
         yield from self._between(before or 0)
 
     def _between(self, n: int) -> Iterator[Writers]:

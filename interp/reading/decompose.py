@@ -82,15 +82,25 @@ def decompose(
     attention layer. Where an image or an edit replaces the embeddings, `input` is the stream that
     enters the first block. `input2` is a vector that is added before block 2 outside of all blocks.
     If a norm is applied to the output of a sublayer, each part of this output is divided by the
-    norm's scale in the run. The parts add up to the stream, up to rounding: 1e-5 of its largest
+    norm's scale in the run. `a3.adapter` and `m3.adapter` are the outputs of LoRA adapters of
+    `peft`; see below. The parts add up to the stream, up to rounding: 1e-5 of its largest
     value in float32. In half precision the stream is rounded after each addition, so the difference
     is a few percent. The values are NaN at padding.
+
+    With a LoRA adapter, the output map of a sublayer adds two terms: `W x + b` and `scale B A x`.
+    The first term is in the heads, the MLP or its neurons, and their biases. The second term is
+    `a3.adapter` or `m3.adapter`. The terms of several active adapters are one part, their sum. An
+    adapter that is switched off, or merged in place, is no part. Adapters of other maps change
+    values of the run that the parts already use: adapters of queries, keys and values change `z`,
+    and adapters of the input map or the gate change neurons. The outputs of experts contain their
+    adapters.
 
     Args:
         model: the model of the run, with the parts that a graph needs. An attached model is copied
             at each call, if `models.from_hf` knows its family.
         cache: the cache of a run that cached all points, or
-            `Graph(model, split_embeddings=True).needed`.
+            `Graph(model, split_embeddings=True).needed`. With an adapter in the output map of an
+            MLP, the run must also have cached `*.mlp.post`.
         before: decompose the stream entering this block. Default: the stream after the last block.
         neurons: whether to return the neurons of each MLP, `m0.n3`, and `m0.bias` instead of the
             MLP.
@@ -102,7 +112,8 @@ def decompose(
         the stream.
 
     Raises:
-        TypeError, ValueError: as for `Graph`; or if the block does not exist.
+        TypeError, ValueError: as for `Graph`; or if the block does not exist, or the model has an
+            adapter of another kind, such as DoRA: merge it first.
         CacheError: if the cache is of another model, a point is missing, or the parts do not add up
             to the stream.
 

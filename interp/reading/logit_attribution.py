@@ -56,10 +56,10 @@ def direct_logit_attribution(
     """Return the direct contribution of each part of the model to a logit or a logit difference.
 
     The method is from Elhage et al. 2021. Each part of `decompose` is mapped to the logit through
-    the final norm, with the norm's scale in the run. The biases `ln_final.bias` and `unembed.bias`
-    are separate parts. All parts add up to the logit. The outputs of heads in the stream are not
-    computed: the direction of the logit is mapped back through `W_O`, and multiplied with the input
-    of `W_O`.
+    the final norm, with the norm's scale in the run. LoRA adapters are separate parts, such as
+    `m3.adapter`, and so are the biases `ln_final.bias` and `unembed.bias`. All parts add up to the
+    logit. The outputs of heads in the stream are not computed: the direction of the logit is mapped
+    back through `W_O`, and multiplied with the input of `W_O`.
 
     Args:
         model: see `decompose`; it also needs `W_U`.

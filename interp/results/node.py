@@ -6,6 +6,8 @@ from typing import Any
 # MLP, and then the part of it.
 _PARTS = {"head": "a.h{}", **{kind: f"a.h{{}}<{kind}>" for kind in "qkv"}, "attn_bias": "a.bias"}
 _PARTS |= {
+    "attn_adapter": "a.adapter",
+    "mlp_adapter": "m.adapter",
     "mlp": "m",
     "neuron": "m.n{}",
     "expert": "m.e{}",
@@ -18,8 +20,9 @@ class NodeName(str):
     """The name of a writer or a reader of the residual stream, as text, as in `interp.graph.Graph`.
 
     Attributes:
-        kind: `head`, its readers `q`, `k` and `v`, `attn_bias`; `mlp`, `neuron`, `expert`,
-            `shared`, `mlp_bias`. For a node outside of blocks, such as `embed`, its name.
+        kind: `head`, its readers `q`, `k` and `v`, `attn_bias`, `attn_adapter`; `mlp`, `neuron`,
+            `expert`, `shared`, `mlp_bias`, `mlp_adapter`. For a node outside of blocks, such as
+            `embed`, its name.
         part: the name without the number of the block, such as `a.h1` and `m`.
         layer: the number of the block; None outside of blocks.
         number: the number of the head, the neuron or the expert.

@@ -68,7 +68,8 @@ class Attached(ReadsText):
       the last one is the logits. The model may still multiply this output by a number and apply a
       soft cap.
     - The weights of `models.Transformer` (`W_Q` and so on) exist if `models.from_hf` supports the
-      family. They are read from the model again at each access.
+      family. They are read from the model again at each access. LoRA adapters of `peft` that act
+      are merged into them: `W_O` is `W + scale * A B`. Adapters of other kinds raise an error.
 
     Attributes:
         model: the model.
@@ -413,7 +414,8 @@ class Attached(ReadsText):
     def plain(self) -> Transformer | PlainView:
         """Return the model as a plain transformer, or as a `PlainView`.
 
-        A plain transformer shares the model's memory if the layouts of the weights are the same.
+        A plain transformer shares the model's memory if the layouts of the weights are the same. It
+        has its own copy of each matrix with an adapter, with the adapter merged.
 
         Raises:
             ValueError: if `models.from_hf` or `PlainView` raises it.

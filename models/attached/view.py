@@ -26,6 +26,7 @@ rotation, where they are no longer a linear map of the stream.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 from hooks import HookPoint, Identity, position_offset, start_of_piece
 from hooks.base import agree, carried, is_same, mapped, tensors_in, without_gradients
 from hooks.shared import Session, hooks_disabled
+from models.adapters import AdaptedMap, adapted_map
 from models.attached.context import AttachedContext
 from models.attached.layout import BlockLayout
 from models.attached.original import logits_of, tokens_for
@@ -253,6 +255,10 @@ class ViewBlock(nn.Module):
             n, layout, calls=calls, norms=[norms.get("ln2"), norms.get("ln1")]
         )
         self.mlp = ViewMLP(modules, layout.mlp_out.factor)
+        if layout.hidden is not None:
+            adapter = _adapted(n, layout.hidden.post, layout.mlp_out.factor)
+            if adapter is not None:
+                self.mlp.adapter, self.mlp.post = adapter, points.mlp.post
         self.ln2, self.ln2_post = _norm_like(read_norm), _norm_like(norms.get("ln2_post"))
 
     @property
@@ -292,7 +298,8 @@ class ViewAttention(QueryKeyValueWeights, nn.Module):
 
     Attributes:
         qkv: the joined projections: query heads, key heads, value heads.
-        output: the output map, with the factor of the term.
+        output: the output map, with the factor of the term. It contains the adapter.
+        adapter: the output map as a map with an adapter; None without an adapter.
     """
 
     module: Any
@@ -327,7 +334,18 @@ class ViewAttention(QueryKeyValueWeights, nn.Module):
         q, k, v, z = (values[name] for name in "qkvz")
         self.heads = [part.shape[2] for part in (q, k, v)]
         joined_z = z.detach().flatten(2)
-        maps = [call for call in inside if call.inputs and agree(call.inputs[0], joined_z)]
+        # The parts of a map with an adapter read z too.
+        parts_of_adapters = set[nn.Module]()
+        for part in module.modules():
+            if _adapted(layer, part):
+                parts_of_adapters |= {*part.modules()} - {part}
+        maps = [
+            call
+            for call in inside
+            if call.module not in parts_of_adapters
+            and call.inputs
+            and agree(call.inputs[0], joined_z)
+        ]
         if len({part.shape[3] for part in (q, k, v, z)}) > 1 or not maps:
             raise _not_found(layer, "heads of one size and a map that reads z")
         vars(self)["map"] = maps[-1].module
@@ -341,6 +359,7 @@ class ViewAttention(QueryKeyValueWeights, nn.Module):
         factor = layout.attn_out.factor if layout.attn_out else 1.0
         weight, bias = _weights_of(self.map, z.shape[2] * z.shape[3], q)
         self.output = _linear_of(weight * factor, bias * factor)
+        self.adapter = _adapted(layer, self.map, factor)
 
     def _values(
         self, leaves: Sequence[Tensor], x: Tensor, context: ViewContext
@@ -430,14 +449,19 @@ class ViewMLP(nn.Module):
     """The model's MLP: modules that run one after another.
 
     The output of the last module is multiplied by a factor.
+
+    Attributes:
+        adapter: the map that reads the hidden layer, if it has an adapter; otherwise None.
+        post: the point of the hidden layer, if there is an adapter.
     """
 
     parts: Sequence[nn.Module]
     factor: float
+    adapter: AdaptedMap | None
 
     def __init__(self, modules: Sequence[nn.Module], factor: float) -> None:
         super().__init__()
-        vars(self).update(parts=modules, factor=factor)
+        vars(self).update(parts=modules, factor=factor, adapter=None)
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         """Return the output of the MLP."""
@@ -447,6 +471,23 @@ class ViewMLP(nn.Module):
         # Experts may see rows and positions as one axis, so restore the shape.
         x = x.view(shape)
         return x if self.factor == 1 else x * self.factor
+
+
+def _adapted(n: int, module: nn.Module, factor: float = 1.0) -> AdaptedMap | None:
+    """Return an output map with an adapter that acts; None without an adapter.
+
+    Args:
+        n: the index of the block.
+        module: the output map of a sublayer.
+        factor: the factor of the output.
+
+    Raises:
+        ValueError: if the adapter is of a kind that is not supported.
+    """
+    adapted = adapted_map(module, f"block {n}")
+    if adapted is None or not adapted.names:
+        return None
+    return replace(adapted, factor=factor)
 
 
 def _not_found(n: int | None, what: str) -> ValueError:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from hooks.base import hooks_of, require_choice, require_module, storage
 from hooks.shared import is_foreign
-from models.checkpoints.assemble import Reader, assemble, end_tokens
+from models.adapters import AdaptedMap, adapted_maps, weights_without_adapters
+from models.checkpoints.assemble import Reader, Source, assemble, end_tokens
 from models.checkpoints.huggingface.families import FAMILIES
 from models.checkpoints.huggingface.family import Attributes, Family
 from models.checkpoints.readers import reader_of
@@ -93,6 +94,8 @@ def from_hf(
 ) -> Transformer:
     """Return a copy of a model of `transformers` as a plain `Transformer`, in evaluation mode.
 
+    LoRA adapters of `peft` that act are merged into the weights of the copy.
+
     Args:
         model: a causal language model of a family in `FAMILIES`. The copy shares no memory with it.
         dtype: the dtype of all parameters. Default: the dtype of the model.
@@ -102,8 +105,9 @@ def from_hf(
 
     Raises:
         TypeError: if the model has no config of transformers, or if `tokenizer` is not a tokenizer.
-        ValueError: if a module has a forward of its own or a hook, if the config is not supported,
-            or if the weights do not match the config.
+        ValueError: if a module has a forward of its own or a hook, if the model has an adapter of
+            another kind than LoRA, if the config is not supported, or if the weights do not match
+            the config.
         UnknownNameError: if a key to ignore is not in the config.
 
     >>> import torch
@@ -125,13 +129,13 @@ def _check_forward(model: nn.Module) -> None:
     Raises:
         ValueError: naming the module or the weight.
     """
-    require_module(model)
     for name, module in model.named_modules():
         where = type(module).forward.__module__.partition(".")[0]
-        if where not in ("transformers", "torch", "hooks", "models"):
+        # `adapted_maps` has checked the modules of `peft`.
+        if where not in ("transformers", "torch", "hooks", "models", "peft"):
             raise ValueError(
                 f"every module must have a forward of transformers; got {name or 'a model'} with a "
-                f"forward of {where!r} (merge adapters first)"
+                f"forward of {where!r}"
             )
         if any(map(is_foreign, hooks_of(module))):
             raise ValueError(
@@ -162,21 +166,30 @@ def from_memory(
     Args:
         model: the model.
         keep: whether weights share memory with the model where that is possible: where the plain
-            model has the same layout, dtype and device.
+            model has the same layout, dtype and device. The sublayers of such a view also have
+            their adapted output map, `adapter`.
         dtype: the dtype of all parameters. Default: the dtype of the model.
         device: the device of the parameters. Default: the device of the model's first parameter.
         ignore: keys of the config to treat as absent.
     """
     kind = type(model).__name__
+    require_module(model)
+    # Check the whole model, because prompts that an adapter adds are outside the model inside.
+    adapted_maps(model)
+    model = getattr(model, "get_base_model", lambda: model)()
+    adapted = adapted_maps(model)
     _check_forward(model)
     if not callable(to_dict := getattr(getattr(model, "config", None), "to_dict", None)):
         raise TypeError(f"model must be a model of transformers, with its config; got a {kind}")
     described = without(to_dict(), ignore, f"{kind}.config")
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     family, config = translated(_ended(described, ends), f"{kind}.config")
-    state = model.state_dict()
+    state = weights_without_adapters(model, adapted)
 
     def read(key: str) -> Tensor:
+        name, _, part = key.rpartition(".")
+        if name in adapted:
+            return adapted[name].merged(part)
         # If a weight is split over processes, join its parts.
         weight: Any = state[key]
         return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
@@ -184,7 +197,7 @@ def from_memory(
     reader = Reader(state.keys(), read, keep)
     table = family.table(config, state.keys())
     device = next(model.parameters()).device if device is None else device
-    return assemble(
+    transformer = assemble(
         config,
         table,
         reader=reader,
@@ -193,6 +206,27 @@ def from_memory(
         dtype=dtype,
         device=device,
     )
+    if keep:
+        _add_adapters(transformer, table, adapted)
+    return transformer
+
+
+def _add_adapters(
+    transformer: Transformer, table: Mapping[str, Source], adapted: Mapping[str, AdaptedMap]
+) -> None:
+    """Give each sublayer of a view the adapted map of its output, `adapter`, if there is one.
+
+    Args:
+        transformer: the plain model, whose weights contain the adapters.
+        table: the source of each parameter.
+        adapted: the maps with adapters, by name.
+    """
+    for layer, block in enumerate(transformer.blocks):
+        for part in ("attn", "mlp"):
+            source = table.get(f"blocks.{layer}.{part}.output.weight")
+            name = source.keys[0].removesuffix(".weight") if source else ""
+            if name in adapted and adapted[name].names:
+                getattr(block, part).adapter = adapted[name]
 
 
 def _ended(described: Mapping[str, Any], tokens: Any) -> Mapping[str, Any]:
