@@ -1,4 +1,7 @@
-"""Runs of circuits on the same texts, scaled from the empty circuit to the whole model."""
+"""Runs of circuits on the same texts, and their metrics as shares between two special circuits.
+
+The circuit without edges has the share 0, and the whole model has the share 1.
+"""
 
 from collections.abc import Iterable
 
@@ -16,12 +19,12 @@ from interp.runs.masked import CircuitSource, MaskedRuns
 
 
 class CircuitRuns(MaskedRuns):
-    """Runs of circuits on the same texts.
+    """Runs of circuits on the same texts. Call the object with a circuit to get its metric.
 
     Args:
         model: the model of the circuit's graph.
         pairs, source, max_bytes: see `run_circuit`.
-        circuit: a circuit, whose graph all circuits must have.
+        circuit: a circuit. All circuits that are run must have the same graph.
 
     Attributes:
         none: the metric of the circuit without edges.

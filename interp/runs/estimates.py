@@ -1,10 +1,11 @@
-"""Estimates at the places of a site: (target - base) times a gradient, summed at each place.
+"""Estimates of patching effects: (target - base) times a gradient, summed at each place of a site.
 
-For `z` [batch, pos, head, d_head] over `layer` and `head`, in a model of 2 layers:
+A site is a point of each layer, and its places are, for example, layers and heads (`sites`). For
+`z` [batch, pos, head, d_head] over `layer` and `head`, in a model of 2 layers:
 
-1. `compared` lists the places of two runs (`sites`), `layer` among them.
-2. `replacements` returns the values that would replace `blocks.0.attn.z`: here the value of the
-   other run.
+1. `compared` lists the places where the two runs are compared: here 2 layers and all heads.
+2. `replacements` returns the values that would replace `blocks.0.attn.z`: here only the value of
+   the other run.
 3. `effects` multiplies the change by the gradient at this point, and sums over `pos` and `d_head`:
    [head, example].
 4. `of_layers` stacks the layers to [layer, head, example], and makes a `Result`.
@@ -89,11 +90,11 @@ def replacements(sites: Sites, name: str, base: Float[Tensor, "..."]) -> list[Fl
 
 
 def by_place(sites: Sites, effects: list[Float[Tensor, "..."]]) -> Float[Tensor, "..."]:
-    """Return the effects of all `replacements` as one tensor [*axes, example].
+    """Join the effects of all `replacements` of a point to one tensor [*axes, example].
 
     Args:
         sites: the places.
-        effects: the effects [*axes without span, example] of each replacement.
+        effects: the effects of each replacement, [*axes without span, example].
     """
     axes = [axis for axis in sites.places if axis != "layer"]
     return torch.stack(effects, axes.index("span")) if "span" in axes else effects[0]
@@ -108,9 +109,9 @@ def summed(
     selected.
 
     Args:
-        sites: the places. Their axes `layer` and `span` are not in the result: the factors belong
-            to one layer and one span.
-        axes: the axes of each factor.
+        sites: the places. The result has no axes `layer` and `span`, because the factors are values
+            of one layer, with one replaced span.
+        axes: the names of the axes of each factor.
         factors: tensors with these axes.
 
     Returns:
@@ -119,13 +120,14 @@ def summed(
     selections: dict[str, list[int | slice]] = {}
     for axis, places in sites.places.items():
         if axis not in ("layer", "span"):
-            # Each place selects along one axis of the point, which is the same for all places.
+            # All places along an axis of the result select along the same axis of the point.
             (point_axis,) = places[0][1]
             selections[point_axis] = [selected[point_axis] for _, selected in places]
     if sites.prompts is not None:
         first, *others = factors
         factors = (_at_prompts(sites.prompts, axes, first, selections), *others)
-    # `einsum` also accepts numbers instead of letters: the numbers of the axes follow each factor.
+    # `einsum` also accepts a list of numbers after each factor, one for each axis, instead of a
+    # string of letters.
     numbers = {axis: n for n, axis in enumerate(axes)}
     operands: list[Any] = []
     for factor in factors:

@@ -71,8 +71,8 @@ class Gradients:
             raise ValueError("gradients must be enabled; got PyTorch's inference mode")
         self.values: dict[str, Tensor] = {}
         self._router = _GradientRouter()
-        # Every point depends on this tensor, so gradients reach points even if no weight needs a
-        # gradient.
+        # The function at each point has this tensor as a second input. The tensor needs a gradient,
+        # so autograd records the run even if no weight needs a gradient.
         self._start = torch.zeros((), requires_grad=True)
         points = [_point(runner, name) for name in dict.fromkeys(names)]
         with torch.enable_grad(), Session() as session:
@@ -113,7 +113,7 @@ class Gradients:
         self._router.receive = receive
         self._router.dropped = dropped
         with warnings.catch_warnings():
-            # PyTorch only warns once, and uses 0 as the gradient of the kernel.
+            # PyTorch would only warn, once in a process, and use 0 as the gradient of the kernel.
             warnings.filterwarnings("error", ".*an autograd kernel was not registered", UserWarning)
             try:
                 torch.autograd.grad(
@@ -128,9 +128,10 @@ class Gradients:
                 self._router.receive = None
 
     def is_flat(self) -> bool:
-        """Return True if the last backward pass began with a gradient of 0 at the logits.
+        """Return True if the last backward pass began with a gradient of 0 at all logits.
 
-        Rounding counts as 0. The result is False if the metric does not depend on the logits.
+        Values as small as rounding errors count as 0. The result is False if the metric does not
+        depend on the logits.
         """
         steepest = self._router.steepest
         if steepest is None:
@@ -138,7 +139,7 @@ class Gradients:
         return float(steepest) <= module_rounding(wide_dtype(steepest.dtype))
 
     def _watch(self, point: Point, output: Any) -> Any:
-        """Store the value of a point, and return the output with a node for its gradient.
+        """Store the value of a point, and return the output with the value in a `_Node`.
 
         Raises:
             HookError: if the value cannot have a gradient, or the point fires twice.
@@ -169,9 +170,10 @@ def _point(runner: HookedRunner, name: str) -> Point:
 
 
 class _GradientRouter:
-    """The receiver of gradients at points.
+    """The receiver of the gradients at points, which passes them on to the caller.
 
-    The autograd graph refers to the receiver, so the receiver must not refer to the graph.
+    The autograd graph refers to the receiver. If the receiver also referred to the graph, neither
+    would be freed without the garbage collector. So this class is not a part of `Gradients`.
 
     Attributes:
         receive: the function that receives each gradient; None outside of a backward pass.
@@ -218,10 +220,10 @@ _node: Callable[..., Tensor] = _Node.apply
 
 
 def require_numbers(name: str, effects: Float[Tensor, "..."]) -> None:
-    """Check that no effect is NaN.
+    """Check that no effect at a point is NaN.
 
-    Call this function in the order of a backward pass, so that the error names the point where NaN
-    began.
+    Check the points in the order of the backward pass. Then the error names the point where the
+    first NaN was computed.
 
     Args:
         name: the name of the point.

@@ -76,8 +76,8 @@ def run_circuit(
     Each reader sees the stream plus the sum of `mask * (source - current)` over the edges to the
     reader: `source` is the writer's output in the source run, `current` its output in this run. So
     a run without masked edges equals the run of the text, and a run with all edges masked equals
-    the source run. A run takes one forward pass for any number of edges. The output of a node is
-    computed from the stream that its readers see.
+    the source run. A run takes one forward pass for any number of edges. Replaced edges also change
+    later values: a head computes its output in this run from the streams that its q, k and v see.
 
     By default, corrupted values replace values of the clean run (`direction="noising"`). Activation
     and attribution patching do the reverse by default.
@@ -100,8 +100,9 @@ def run_circuit(
         The logits at all positions of the texts that `direction` runs.
 
     Raises:
-        ValueError: if circuit, mask or source do not fit, texts have padding on the left but one
-            source is given for all examples, or `max_bytes` is too small for one example.
+        ValueError: if circuit, mask or source do not fit the model or the texts, if the source is a
+            tensor with one row for all examples and a text has padding on the left, or if
+            `max_bytes` is too small for one example.
         UnknownNameError: if the circuit has a node that the model lacks.
         HookError: if hooks are active on the model, because this function computes values several
             times.
@@ -147,11 +148,12 @@ class MaskedRuns:
         self._text = self.runs.text
         self._source = self._checked(source)
         self.runs.reads_other = isinstance(source, str) and source == "pair"
-        # The source of all examples, if all examples run together.
+        # If all examples fit into memory together, the source run is computed only once, for the
+        # first circuit.
         self._whole_source: Tensor | None = None
 
     def logits(self, circuit: EdgeMask | Iterable[str]) -> Float[Tensor, "batch pos vocab"]:
-        """Return the logits of one circuit."""
+        """Return the logits of the run of one circuit."""
         return self._run(circuit, self._model.unembed)
 
     def metric(self, circuit: EdgeMask | Iterable[str]) -> Float[Tensor, " batch"]:
@@ -173,7 +175,7 @@ class MaskedRuns:
             return evaluate(metric, self._model.unembed(stream), len(stream))
 
     def _checked(self, source: CircuitSource) -> Tensor | str:
-        """Return the source as `pair`, `zero` or the outputs of the writers.
+        """Check a source, and return it: `pair`, `zero`, or a tensor of the writers' outputs.
 
         Raises:
             ValueError: if the source does not fit the texts.
@@ -203,10 +205,11 @@ class MaskedRuns:
         return outputs
 
     def _require_named_source(self, source: str) -> None:
-        """Check that a source exists and, for `pair`, that the corrupted texts fit the clean texts.
+        """Check that a source is `pair` or `zero`. For `pair`, also check the corrupted texts.
 
         Raises:
-            ValueError: if the source has another name, or the corrupted texts do not fit.
+            ValueError: if the source has another name. For `pair`, also if there are no corrupted
+                texts, or if their positions do not correspond to the clean texts.
         """
         if source not in ("pair", "zero"):
             raise ValueError(
@@ -246,13 +249,13 @@ class MaskedRuns:
     def _run(
         self, circuit: EdgeMask | Iterable[str], read: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "batch pos _size"]:
-        """Return `read` of the stream before the unembedding, for some examples at a time.
+        """Run a circuit, some examples at a time, and read the stream before the unembedding.
 
         Args:
             circuit: see `run_circuit`.
-            read: a function of the stream [batch, pos, d_model].
+            read: a function of the stream [batch, pos, d_model], whose result is returned.
         """
-        # This raises an error if hooks are active on the model.
+        # Creating a runner raises an error if hooks are active on the model.
         self.graph.runner()
         mask = self._mask(circuit)
         size = len(self._text.tokens)
@@ -282,8 +285,9 @@ class MaskedRuns:
         width = weight.shape[-1]
         layers = self.graph.layers
         n_readers = layers[0].v.stop
-        # Count the source and the differences, a cache of the source, and the streams of the heads
-        # of a block before and after the norm.
+        # Count vectors [pos, d_model]: the source and the differences, with one vector for each
+        # writer; the cached values of the source run; and the streams of the readers of a block,
+        # before and after the norm.
         vectors = 2 * len(self.graph.writers) + 2 * len(layers) + 4 * n_readers + 12
         hidden = 4 * getattr(self._model.config, "d_mlp", 0)
         n_pos = self._text.tokens.shape[1]
@@ -348,7 +352,8 @@ def _stream_after(
         before: the plain stream before the block.
         context: the other inputs of blocks.
         streams: the streams of the readers. The writers of this block are added to them.
-        values: the values of the points of the block, after it has run.
+        values: the values of the model's points. Hooks store the values of this block while the
+            block runs.
     """
     attention, mlp = layer.attention, layer.mlp
     q, k, v = streams.projected(layer, before)
@@ -376,8 +381,9 @@ class _Streams:
     def __init__(self, source: Tensor, mask: Tensor, stream: Tensor) -> None:
         self.source, self.mask = all_to_device((source, mask), stream.device)
         self.n = 0
-        # The differences, source - current. With gradients, autograd stores the factors of
-        # products, so the memory must not be overwritten.
+        # The differences, source - current. Without gradients, they are written into one memory.
+        # With gradients, autograd keeps the differences that were multiplied by the mask, so they
+        # must not be overwritten, and the space grows by `cat`.
         self.space = stream.new_empty(0 if mask.requires_grad else len(mask), *stream.shape)
 
     def move(self, device: torch.device) -> None:

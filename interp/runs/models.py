@@ -1,6 +1,7 @@
 """Two models: check that the values of one model can replace values of the other model.
 
-1. The analysis edits the clean texts, so no direction is given (`require_no_direction`).
+1. Both models run the clean texts, so the user may not choose a direction of patching
+   (`require_no_direction`).
 2. Both models have the same points, with the same axes, and read the texts as the same tokens
    (`source_of`). Sizes are compared when the values are used.
 """
@@ -16,7 +17,7 @@ from interp.protocol import runner_of
 
 
 def require_no_direction(source: nn.Module | None, direction: str, default: str) -> None:
-    """Check that no direction is given in addition to a source.
+    """Check that the user has not chosen a direction in addition to a source.
 
     Args:
         source: the model whose values are read, if any.

@@ -1,4 +1,6 @@
-"""Path edits: the changed values if a writer's output of another run takes some paths only.
+"""Path edits: replace a writer's output along some paths, and leave it unchanged on all others.
+
+The new output comes from another run. An edit sets the values at the end of the paths.
 
 The algorithm (Goldowsky-Dill et al. 2023, "Localizing Model Behavior with Path Patching"; for
 `through` Wang et al. 2022, "Interpretability in the Wild"):
@@ -8,8 +10,9 @@ The algorithm (Goldowsky-Dill et al. 2023, "Localizing Model Behavior with Path 
 2. For one edge (`over_edge`): add the writer's `moved` to the stream that the reader reads, and
    compute this reader's sublayer alone. The new output of the sublayer is the edit.
 3. For paths from a sender to receivers (`through`): carry the sender's `moved` from block to block.
-   Heads do not change it. MLPs change it if they are recomputed. Compute the receivers from the
-   stream plus `moved`; their values are the edits.
+   Heads leave it unchanged, because paths pass no other head. MLPs add the change of their
+   output, if they are recomputed. Compute the receivers from the stream plus `moved`; their values
+   are the edits.
 4. If the reader is the logits, the last stream has changed, and only the unembedding is computed.
 5. Otherwise run the edits as a sweep, which computes everything after the edits.
 """
@@ -37,7 +40,7 @@ Carried = dict[str, edits.Edit] | Tensor
 
 
 class PathEdits:
-    """An edited run, and the change of each writer between this run and the other run.
+    """The run that is edited, and the values that paths need from this run and from the other run.
 
     Args:
         graph: the graph of the model.
@@ -46,8 +49,8 @@ class PathEdits:
     Attributes:
         graph: the graph of the model.
         moved: the output of each writer in the other run minus its output in this run.
-        cache: values of this run.
-        contexts: the other inputs of the blocks, by device.
+        cache: values of this run, without edits.
+        contexts: the inputs of the blocks besides the stream, by device.
         batch: the texts and the metric.
         later: the positions that may differ between the two runs.
 
@@ -96,7 +99,7 @@ class PathEdits:
         self.later = slice(first_change, None)
 
     def value(self, point: nn.Module) -> Tensor:
-        """Return the value of a point in the edited run."""
+        """Return the value of a point in this run, without edits."""
         return self.cache[self.graph.names[point]]
 
     def replaced(self, point: nn.Module, value: Tensor, **where: Any) -> dict[str, edits.Edit]:
@@ -110,7 +113,9 @@ class PathEdits:
         return {self.graph.names[point]: edits.replace(value, pos=self.later, **where)}
 
     def over_edge(self, writer: int, reader: int) -> Carried:
-        """Return the change of an edge: the output of its reader's sublayer, or the last stream.
+        """Return the change by one edge: a new output of the reader's sublayer, as an edit.
+
+        If the reader is the logits, the result is the new stream before them.
 
         Args:
             writer, reader: the indices of the nodes in the graph.
@@ -155,12 +160,16 @@ class PathEdits:
         return value if moved is None else value + to_device(moved, value.device)
 
     def through(self, sender: int, receivers: set[int], recomputed: bool) -> Carried:
-        """Return the changes of the receivers by a sender along paths that pass no other head.
+        """Return new values of the receivers if the sender changes, on paths without other heads.
+
+        The values are edits. If the receiver is the logits, the result is the new stream before
+        them.
 
         Args:
             sender: the index of the sender among the writers.
-            receivers: the indices of the receivers among the readers.
-            recomputed: whether MLPs on the paths are computed again.
+            receivers: the indices of the receivers among the readers, or only the index of the
+                logits.
+            recomputed: whether the paths may pass MLPs, which are then computed again.
         """
         graph = self.graph
         changes: dict[str, edits.Edit] = {}
@@ -189,7 +198,13 @@ class PathEdits:
         return changes
 
     def _heads(self, layer: Layer, moved: Tensor, receivers: set[int]) -> dict[str, edits.Edit]:
-        """Return the edits of the receivers among the heads of a block, given a moved stream."""
+        """Return the edits of the receivers among the heads of a block.
+
+        Args:
+            layer: the block.
+            moved: the change of the stream before the block.
+            receivers: the indices of all receivers among the readers.
+        """
         attn = layer.attention.sublayer
         heads: dict[str, list[int]] = {}
         for part, readers in (("q", layer.q), ("k", layer.k), ("v", layer.v)):
@@ -212,10 +227,10 @@ class PathEdits:
     def result(
         self, jobs: Iterator[tuple[int, Carried]], axis: str, labels: Sequence[str], **about: Any
     ) -> Result:
-        """Return the effects of all jobs, [axis, example].
+        """Run the change along each path, and return the effects, [axis, example].
 
         Args:
-            jobs: the change along each path, with the index of its label.
+            jobs: the changes, each with the index of its label.
             axis: the name of the first axis.
             labels: the labels of the first axis.
             about: more facts for the result.

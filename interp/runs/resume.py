@@ -6,9 +6,9 @@ The algorithm, for the edited runs of a sweep:
 2. Group the runs by their first position. A group with too few tokens joins the group that begins
    earlier (`_groups`).
 3. Measure the memory of one run, and divide each group into chunks that fit (`_divided`).
-4. Compute each chunk block by block as one batch [run * batch, pos, d_model]. A run joins the batch
-   at its first block with the unedited stream. Earlier keys and values are taken from the unedited
-   run (`_stream_of`).
+4. Compute each chunk block by block as one batch [run * batch, pos, d_model]. At the first edited
+   block of a run, the unedited stream before this block is added to the batch. Keys and values of
+   earlier positions are taken from the unedited run (`_stream_of`).
 5. Unembed some runs at a time, only at the positions that the metric reads (`_measured`).
 """
 
@@ -43,7 +43,8 @@ class Resumed:
             unedited run.
 
     Attributes:
-        forwards: the work of all runs, in forward passes of the batch.
+        forwards: the work of all runs as a number of forward passes of the batch. A run of half of
+            the blocks is 0.5.
 
     Raises:
         ValueError: if `max_bytes` is too small for one run.
@@ -75,18 +76,21 @@ class Resumed:
         job.after_blocks = blocks - 0.5 in stages
         edited_layers = [layer for layer in range(blocks) if layer in stages]
         job.layer = 0 if job.before_blocks else min(edited_layers, default=blocks)
-        # Edits of the unembedding receive whole texts.
+        # Edits after the blocks, such as edits of `ln_final`, receive all positions of a text.
         if job.after_blocks:
             job.pos = 0
 
     def _work(self, job: Job) -> float:
-        """Return the work of a run, in forward passes of the batch."""
+        """Return the work of a run as a share of a forward pass of the batch."""
         n_layers = len(self._inside) - job.layer
         n_positions = self.n_pos - job.pos
         return n_layers / len(self._inside) * n_positions / self.n_pos
 
     def _divided(self, jobs: Sequence[Job], max_bytes: int) -> Iterator[tuple[list[Job], int]]:
-        """Yield jobs whose blocks run together, and the number of jobs to unembed together."""
+        """Divide the jobs into chunks whose blocks run together.
+
+        Yield each chunk with the number of its jobs that are unembedded together.
+        """
         base = self.base
         unedited_tensors = (*base.streams, *itertools.chain(*base.past))
         unedited_bytes = sum(tensor.nbytes for tensor in unedited_tensors)
@@ -95,13 +99,17 @@ class Resumed:
         block_bytes, unembed_bytes, metric_bytes = self._peaks(jobs)
 
         def bytes_of_run(pos: int) -> int:
-            """Return the bytes of one more run: its streams before and after, a block and keys."""
+            """Return the bytes of a run that begins at `pos`.
+
+            These are the streams before and after a block, the values inside the block, and the
+            keys and values of earlier positions.
+            """
             at_all_positions = 2 * stream_bytes + block_bytes
             earlier_keys = past_bytes if pos else 0
             return at_all_positions * (self.n_pos - pos) // self.n_pos + earlier_keys
 
-        # A run that edits before the blocks computes a separate first stream. The metric is
-        # computed for one run at a time.
+        # This memory is needed once, for any number of runs. The metric is computed for one run at
+        # a time, and so is the first stream of a run with edits before the blocks.
         shared_bytes = metric_bytes + stream_bytes * any(job.before_blocks for job in jobs)
         largest_run = max(max(bytes_of_run(job.pos), stream_bytes + unembed_bytes) for job in jobs)
         needed = unedited_bytes + shared_bytes + largest_run
@@ -116,7 +124,10 @@ class Resumed:
                 yield chunk, max(1, free_for_logits // unembed_bytes)
 
     def _peaks(self, jobs: Sequence[Job]) -> tuple[int, int, int]:
-        """Return the bytes of a block, the unembedding and the metric for one run of the batch."""
+        """Return the peak memory of a block, of the unembedding and of the metric, in bytes.
+
+        Each is measured for one run.
+        """
         base = self.base
         edited_modules: set[nn.Module] = set()
         for job in jobs:
@@ -160,14 +171,15 @@ class Resumed:
 
         Args:
             jobs: the runs, sorted by layer, which begin at the same position.
-            done: a function that is called with the work just done.
+            done: a function that is called with the work just done, in forward passes.
         """
         blocks = self.model.blocks
         pos = jobs[0].pos
         contexts = self.base.contexts_from(pos)
         context = None
         running: list[Job] = []
-        # The list has at most one tensor, the streams of all running jobs.
+        # The list contains the streams of all running jobs as one tensor. It is empty until the
+        # first job begins.
         stream: list[Tensor] = []
         for layer in range(jobs[0].layer, len(blocks) + 1):
             # Blocks may be on different devices.
@@ -191,7 +203,7 @@ class Resumed:
         """Return the input of the first block of a run, at all positions."""
         if not job.before_blocks:
             return self.base.streams[job.layer]
-        # The unedited run has already checked the texts.
+        # The unedited run has already checked the texts, and a check waits for the device.
         with skip_token_checks(), acting(stacked([job], self.batch)):
             resid = self.model.input_resid(self.batch.tokens, self.base.contexts[0])
         return to_device(resid, self.base.streams[0].device)
@@ -213,7 +225,8 @@ class Resumed:
                 logits = self.model.unembed(streams.pop(job))
             yield job, self.batch.measure(self.batch.read(logits))
         remaining = list(streams)
-        # If the metric reads all positions, the logits before `pos` are those of the unedited run.
+        # If the metric reads all positions, it also needs the logits before `pos`. They are the
+        # same as in the unedited run.
         earlier_logits = self.base.logits[:, : pos if self.batch.columns is None else 0]
         for start in range(0, len(remaining), read_at_once):
             chunk = remaining[start : start + read_at_once]

@@ -9,8 +9,8 @@ run, rows 3 to 5 the second run (`Text.repeated`).
    to the edit of the second run (`stacked`, `_edit_rows`).
 2. The logits at the positions that the metric reads are split again, and the metric is called for
    each run with 3 rows (`Batch.read`, `Batch.measure`).
-3. A value without 6 rows, such as the weights of a mask for all texts, cannot be split. Its runs
-   are computed one by one.
+3. A value without 6 rows, such as the weights of a mask for all texts, cannot be split. Runs that
+   edit this value are computed one by one.
 """
 
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -81,8 +81,8 @@ class Batch:
     Attributes:
         text, tokens: the texts.
         columns: the positions that the metric reads, Int[batch last]; None for all.
-        axes: by edited module, the axis of the value that has a row for each text; None if the
-            value does not have this axis.
+        axes: for each edited module, the axis along which its value has a row for each text; None
+            if there is no such axis.
     """
 
     def __init__(self, text: Text, metric: Metric) -> None:
@@ -97,7 +97,11 @@ class Batch:
         self.axes: dict[nn.Module, int | None] = {}
 
     def reading(self, start: int | None = None) -> AbstractContextManager[None]:
-        """Return a context in which edits know the start of runs and the columns of padding."""
+        """Return a `with` in which edits know the columns that a run computes, and the padding.
+
+        Args:
+            start: the first column that the run computes; None for whole texts.
+        """
         return reading(self._pieces.setdefault(start, Piece(start, self.text.attention_mask)))
 
     def note(self, point: Point, value: Tensor) -> None:
@@ -116,20 +120,21 @@ class Batch:
             dim = 0
         if dim is not None and value.shape[dim : dim + 1] != (len(self.tokens),):
             dim = None
-        # A module may run more than once.
+        # A module may run more than once, with values of different axes.
         is_same = self.axes.get(point.module, dim) == dim
         self.axes[point.module] = dim if is_same else None
 
     def read(
         self, values: Float[Tensor, "rows pos d"], start: int = 0
     ) -> Float[Tensor, "rows _read d"]:
-        """Return the positions that the metric reads, from values of copies of the batch.
+        """Select the positions that the metric reads.
 
         Args:
-            values: the values of all positions from `start` on.
+            values: the values of one or several runs of the batch, at all positions from `start`
+                on.
             start: the first position of the values.
         """
-        # The logits of a classifier have one position.
+        # The logits of a classifier have only one position, which the metric reads.
         if self.columns is None or values.shape[1] == 1:
             return values
         columns = to_device(self.columns - start, values.device)
@@ -151,7 +156,8 @@ def stacked(jobs: Sequence[Job], batch: Batch, inside: Container[nn.Module] | No
     Args:
         jobs: the runs, in the order of the copies.
         batch: the batch.
-        inside: the modules that may be edited. Default: all.
+        inside: the modules whose edits are returned, such as the modules of a block. Default: all
+            edited modules.
     """
     edits_of_module: dict[nn.Module, list[tuple[int, Job, EditedPoint]]] = {}
     for copy, job in enumerate(jobs):
@@ -182,7 +188,7 @@ def _edit_rows(
     point = edits[0][2].point
     value = first_tensor(output, point)
     call = calls.next(point.name)
-    # With one copy, the axis of the batch does not matter.
+    # A single copy needs no split, so its value may have no axis of texts.
     if n_copies == 1:
         [(_, job, edited)] = edits
         job.fired.add(edited.point.name)
@@ -218,7 +224,7 @@ class WholeRuns:
             time.
 
     Attributes:
-        forwards: the work of all runs, in forward passes of the batch.
+        forwards: the work of all runs as a number of forward passes of the batch.
 
     Raises:
         ValueError: if `max_bytes` is too small for one run.
@@ -265,7 +271,7 @@ class WholeRuns:
 
     def _measured(self, jobs: Sequence[Job]) -> list[Tensor]:
         """Return the metric of some runs, computed in one forward pass."""
-        # The unedited run has already checked the texts.
+        # The unedited run has already checked the texts, and a check waits for the device.
         with skip_token_checks(), acting(stacked(jobs, self.batch)):
             logits = self.batch.read(self._logits(self.batch.text.repeated(len(jobs))))
         return list(map(self.batch.measure, logits.split(len(self.batch.tokens))))
@@ -280,7 +286,11 @@ def acting(edits: Edits) -> Session:
 
 
 def copied(output: Any) -> Any:
-    """Return a copy of a tensor. For a moment there are two copies, as in an edit."""
+    """Return a copy of a tensor, with a second copy for a moment.
+
+    An edit needs the memory of two copies, so this hook takes its place where the peak memory of
+    edited runs is measured.
+    """
     if not isinstance(output, Tensor):
         return output
     copies = output.clone(), output.clone()

@@ -1,4 +1,4 @@
-"""Runs of pairs: the shared texts, and the ways to run them."""
+"""Runs of pairs: the texts, the metric and the model that all runs of an analysis share."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -23,10 +23,11 @@ from interp.runs.models import source_of
 class Runs:
     """Runs of one batch: the edited texts, the source texts, the metric and the memory bound.
 
-    The constructor converts the texts to tokens, once for all runs. The other ways to run take this
-    value, and each runs its own baseline: edited runs (`sweep`) have no gradients, and runs for
-    gradients (`gradients`) need an autograd graph. Masked runs (`masked`) compute the blocks
-    themselves. So they raise an error if hooks are active, while other runs allow hooks.
+    The constructor converts the texts to tokens, once for all runs. The modules `sweep`,
+    `gradients` and `masked` run these texts. They share no unedited run, because their needs
+    differ: edited runs (`sweep`) have no gradients, runs for gradients (`gradients`) need an
+    autograd graph, and masked runs (`masked`) compute the blocks themselves. Masked runs raise an
+    error if hooks are active; all other runs allow hooks.
 
     Args:
         model: the model, in evaluation mode.
@@ -44,13 +45,13 @@ class Runs:
         pairs: the pairs as tokens.
         rows: the pairs that are run. For answers of several tokens they have a row for each answer;
             otherwise they are `pairs`.
-        text: the texts that are run and edited, with these rows.
-        base: the metric of these texts; set by `cache`.
+        text: the texts of `rows` that are run and edited.
+        base: the metric of `text`; set by `cache`.
         target: the metric of the source texts; set by `source`.
         reads_other: whether values of the source texts are used.
 
     Raises:
-        TypeError: if `pairs` is not a `Pairs`, or texts if there is a source.
+        TypeError: if `pairs` is not a `Pairs`. With a source model, it may also be texts.
         ValueError: if the direction does not exist, the texts to run are missing, or the source
             has other points, sizes or tokens.
         ModeError: if the model is in training mode.
@@ -122,14 +123,15 @@ class Runs:
         return prompts_of_rows(self._edited_text(self.pairs), self.text)
 
     def per_example(self, values: Float[Tensor, "*axes row"]) -> Float[Tensor, "*axes example"]:
-        """Return the number of each example: the sum of its rows, one for each answer."""
+        """Return the value of each example: the sum over its rows, one for each answer."""
         return per_example(values, len(self.pairs))
 
     @property
     def groups(self) -> tuple[int, ...] | None:
-        """The number of each example's text or pair of texts; copies have the same number.
+        """For each example, the number of its text, so that copies have the same number.
 
-        The value is None if all texts differ.
+        If the runs use the source texts, examples are copies only if both texts are the same. The
+        value is None if there are no copies.
         """
         if self.reads_other:
             return groups(self.digests)
@@ -170,7 +172,7 @@ class Runs:
         arguments = text.arguments(runner.model)
         output, cache = runner.run_with_cache(text.tokens, names=[*names], **arguments)
         if self.source_model is not None and not self.rows.has_metric:
-            # The first run is the run of the source.
+            # Analyses run the source model first, so these logits are the logits of the source.
             reference = to_device(logits_of(output), text.tokens.device)
             mask = text.of_logits.attention_mask
             self.rows = self.rows.measured_by(kl_divergence(reference, None, attention_mask=mask))
@@ -199,13 +201,14 @@ class Runs:
     ) -> Result:
         """Return a `Result` of effects, with labels, the metric of the unedited run and more facts.
 
-        The numbers of an example are the sums of its rows.
+        The values of an example are the sums over its rows.
 
         Args:
             values: the effects of each row, with the axes of `labels`.
             labels: the labels by axis.
             base: the metric of each row in the unedited run.
-            has_words: whether positions are positions of the texts.
+            has_words: whether positions are labelled with the words of the texts. False if the
+                positions are not positions of tokens, such as patches of an image.
             about: more facts.
         """
         words = self._words(labels) if has_words else {}
@@ -235,7 +238,7 @@ class Runs:
         without axes of positions, the result is empty.
 
         Args:
-            labels: the labels of each axis; those of an axis of positions are the positions.
+            labels: the labels of each axis. For an axis of positions, the labels are the positions.
         """
         axes = [axis for axis in ("pos", "query", "key") if axis in labels]
         if not axes:

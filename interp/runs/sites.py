@@ -98,11 +98,11 @@ def named(runner: HookedRunner, choice: Choice) -> dict[int, str]:
     try:
         by_layer = names_by_layer(choice.site, points)
     except UnknownNameError:
-        # A layer has several points with this name.
+        # If points have this name, the error above says why the site is ambiguous.
         if any(name.endswith(f".{choice.site}") for name in points):
             raise
         require_points(runner)
-        # The sites of a layer are names without the layer.
+        # Suggest names without the layer, such as `attn.z` for `blocks.0.attn.z`.
         sites = (name.partition(f".{layer_of(name)}.")[2] or name for name in points)
         raise unknown_point(choice.site, dict.fromkeys(sites), "site") from None
     return _some("layers", by_layer, choice.layers)
@@ -112,19 +112,19 @@ class Sites:
     """The places of one site where two runs are compared, or where an edit is made.
 
     1. Find the points of the site by layer.
-    2. Cache their values in the source run. An edit has its own values; then one value of the
-       edited run is cached to find the sizes.
+    2. Cache their values in the source run. Without a source, an edit brings the new values; then
+       the value of one point in the run to edit is cached to find the sizes.
     3. List the places along each axis of the result. A place is a label and its selection.
 
     Args:
-        runs: the two runs. Runs without a direction are for edits.
+        runs: the two runs, or one run that is edited, without a source.
         choice: the choice of places.
 
     Attributes:
-        runs: the two runs.
+        runs: the runs.
         names: the names of the points, by layer.
         points: the points, by name.
-        values: a cache of the points.
+        values: the cached values of step 2.
         places: the places along each axis.
         prompts: True at the tokens of prompts, [row, column], if texts are continued by answers of
             several tokens; otherwise None. Places along positions are positions of prompts.
@@ -175,9 +175,10 @@ class Sites:
         return jobs
 
     def _in_prompts(self, selected: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a selection of a column as a selection of this column in prompts.
+        """Return a selection of a place, restricted to the tokens of prompts.
 
-        A row with a shorter prompt may have a token of an answer of several tokens in this column.
+        If answers are several tokens, a column may contain a token of the prompt in one row and a
+        token of the answer in another row. Then the column is selected only in the first.
         """
         in_prompts = {}
         for axis, index in selected.items():
@@ -274,7 +275,8 @@ class Sites:
         if point_axis in _OF_PROMPTS and self.prompts is not None:
             is_column_of_prompt = self.prompts.any(0).tolist()
             indices = {n: n for n in indices if is_column_of_prompt[n]}
-        # A slice may include padding; a single column that is padding raises an error.
+        # A column may be padding in some texts. A slice may include padding; an integer would raise
+        # an error.
         return [(n, {point_axis: slice(n, n + 1)}) for n in indices]
 
     def _spans(self, point_axis: str) -> list[PatchPlace]:

@@ -82,7 +82,7 @@ def _counted_in_prompts(hooks: Hooks, prompts: Bool[Tensor, "row column"]) -> Ho
 
 
 def _edit_in_prompts(edit: Edit, prompts: Bool[Tensor, "row column"]) -> Edit:
-    """Return an edit with the columns of its negative positions, for each row."""
+    """Return an edit whose negative positions are replaced by the columns of each row's prompt."""
     columns = [row.nonzero()[:, 0].tolist() for row in prompts]
     where = {}
     for axis, selection in edit.where.items():
@@ -108,7 +108,8 @@ def _measured(
     size, n_pos = batch.tokens.shape[:2]
     jobs = [Job(index, runner.edits(hooks)) for index, hooks in enumerate(edits)]
     for job in jobs:
-        # The inputs of images and sounds have other positions than the activations.
+        # The pixels of an image or the samples of a sound are not the positions of activations. So
+        # these runs begin at position 0.
         if batch.tokens.ndim == 2:
             job.pos = min((_first(edited, n_pos) for edited in job.edits), default=0)
     is_alone = runs_alone(model)
@@ -119,7 +120,8 @@ def _measured(
         runs = WholeRuns(model, batch, jobs, max_bytes=None if is_alone else max_bytes)
     else:
         if not all(getattr(context, "is_causal", True) for context in unedited.contexts):
-            # Earlier positions read later positions, so all positions are computed.
+            # If a model is not causal, an edit also changes earlier positions, so all positions are
+            # computed.
             for job in jobs:
                 job.pos = 0
         runs = Resumed(unedited, jobs, max_bytes)

@@ -1,14 +1,15 @@
 """Means of functions along paths by the trapezoid rule, with enough steps for a known sum.
 
-A path leads from one run (share 0) to another run (share 1). The function is a gradient on the
-path. `added` computes the sum of its mean, which should equal the change of the metric from start
-to end.
+A path leads from one run (share 0) to another run (share 1). The function returns, for example, the
+gradient of the metric at a share of the path. The mean gradient times (target - base), summed over
+all places, should equal the change of the metric from the start to the end of the path. `added`
+computes this sum.
 
 1. Compute the function at both ends, and take half of the sum.
-2. Add the function at the shares between the ends, except the shares of earlier rounds.
-3. The gap of a path is the difference between the sum of its mean and the change of the metric.
-   With `steps="auto"`, double the steps of the paths whose gap is too large, and repeat from step
-   2.
+2. Add the function at the shares between the ends, except at shares that have already been added.
+   The sum divided by the number of steps is the mean.
+3. The gap of a path is the difference between the sum by `added` and the change of the metric. With
+   `steps="auto"`, double the steps of the paths whose gap is too large, and repeat from step 2.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,8 +40,8 @@ class Mean(NamedTuple):
     Attributes:
         values: the mean on each path.
         steps: the number of steps of each path.
-        gaps: the differences between the sums of the means and the changes of the metric, as shares
-            of `size`.
+        gaps: for each path and example, the absolute difference between the sum by `added` and the
+            change of the metric, divided by the `size` of `averaged`.
     """
 
     values: Float[Tensor, "path *axes"]
@@ -56,14 +57,17 @@ def averaged(
     steps: Steps,
     size: Float[Tensor, ""] | None = None,
 ) -> Mean:
-    """Return the mean of a function along each path. No value of the function is computed twice,
-    even if the number of steps is doubled.
+    """Return the mean of a function along each path.
+
+    No value of the function is computed twice, even if the number of steps is doubled.
 
     Args:
-        at: the function.
+        at: the function. It gets the indices of some paths and a share, and returns the values and
+            the metrics there.
         first: the values of the function at the start.
         base: the metric at the start.
-        added: a function from the means to their sums, which should equal the change of the metric.
+        added: a function from the means to one number for each path and example, which should equal
+            the change of the metric.
         steps: see `Steps`.
         size: the number by which gaps are divided. Default: the mean absolute change of the metric.
 
@@ -87,14 +91,14 @@ def averaged(
     n_before = 1
     n_steps = _FIRST if steps == "auto" else steps
     while True:
-        # Skip the shares of earlier rounds, which are multiples of 1 / n_before.
+        # Skip the shares that earlier rounds have added: they are multiples of 1 / n_before.
         shares = [n / n_steps for n in range(1, n_steps) if n * n_before % n_steps]
         for share in progress_of(shares, "steps on the way", len(shares)):
             sums[paths] += at(paths, share)[0]
         for path in paths:
             steps_of_paths[path] = n_steps
         means = sums / sums.new_tensor(steps_of_paths).view(-1, *[1] * (sums.ndim - 1))
-        # The gap is 0 / 0 if the metric does not change.
+        # If the metric does not change, the gap is 0 / 0, and counts as 0.
         gaps = ((added(means) - change).abs() / size).nan_to_num()
         largest = gaps.amax(1).tolist()
         paths = [path for path in paths if largest[path] > TOLERANCE]

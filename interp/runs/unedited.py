@@ -15,8 +15,7 @@ from interp.runs.rows import Batch, Job
 
 
 class Unedited:
-    """The unedited run of a batch. It caches the values that edited runs share with the unedited
-    run.
+    """The unedited run of a batch, with the values that edited runs share with it.
 
     Each `Edit` is tried on the values of this run, so that errors are raised before the edited
     runs.
@@ -28,13 +27,13 @@ class Unedited:
 
     Attributes:
         logits: the logits that the metric reads, [batch, read, vocab].
-        stages: the stages at which each edited module ran: -1 before the blocks, n in block n, and
-            n + 0.5 after block n.
+        stages: for each edited module, the stages of the forward pass at which the module ran. The
+            stage is -1 before the blocks, n in block n, and n + 0.5 from the end of block n to the
+            next block.
         streams: the inputs of all blocks and the output of the last block, [batch, pos, d_model].
         past: the keys and values of each block, [batch, kv_head, pos, d_head]; empty if no edited
             run begins after the first position.
-        contexts: the other inputs of each block besides the stream. Blocks on one device share a
-            context.
+        contexts: the inputs of each block besides the stream. Blocks on one device share a context.
         language: the parts of the model; see `interp.protocol.of`.
 
     Raises:
@@ -49,7 +48,7 @@ class Unedited:
         self.streams: list[Tensor] = []
         self.past: list[list[Tensor]] = []
         self.contexts: list[Any] = []
-        # The number of tensors in `past` for each block: keys and values, if they are needed.
+        # The number of tensors that `past` needs for each block: keys and values, or none.
         self._n_past = 2 if any(job.pos for job in jobs) else 0
         self._stage = -1.0
         self._by_rows = True
@@ -58,7 +57,8 @@ class Unedited:
         self._outputs: list[Any] = []
         self.language: Any = of(runner.model)
         self._arguments = batch.text.arguments(runner.model)
-        # An attached model knows the arguments of its blocks, including cached keys.
+        # `context_of` of an attached model returns the keys and values of a run. Otherwise hooks
+        # record them.
         self._finds_context = hasattr(self.language, "context_of")
         with Session() as session:
             self._listen(session, runner, jobs)
@@ -68,7 +68,8 @@ class Unedited:
 
     def _listen(self, session: Session, runner: HookedRunner, jobs: Sequence[Job]) -> None:
         """Register hooks that try the edits and record the blocks in the next run."""
-        # Register these before the hooks on blocks, so that the output of a block counts as inside.
+        # Hooks run in the order of registration. The hooks of edits come first, so that an edit of
+        # a block's output still runs at the stage of this block.
         for module, edited in _by_module(jobs).items():
             session.after(module, partial(self._try, module, edited))
         for layer, block in enumerate(getattr(self.language, "blocks", ())):
@@ -93,7 +94,8 @@ class Unedited:
         call = self._fired.next(point.name)
         self.batch.note(point, value)
         self.stages.setdefault(module, set()).add(self._stage)
-        # Before and after the blocks, each edited run is computed alone.
+        # Steps before and after the blocks are computed for one edited run at a time, so only
+        # values in blocks need a row for each text.
         is_in_block = self._stage in range(len(self._calls))
         self._by_rows &= not is_in_block or self.batch.axes[point.module] is not None
         for edited in edits:
@@ -102,7 +104,10 @@ class Unedited:
                 edited.apply(value, call)
 
     def _enter(self, layer: int, args: Any, kwargs: Any) -> None:
-        """Record the arguments of a block, and the version of its input stream."""
+        """Record the arguments of a block, and the version of its input stream.
+
+        PyTorch raises the version of a tensor with each change in place.
+        """
         self._stage = layer
         self.past.append([])
         stream = next(iter((*args, *kwargs.values())), None)
@@ -118,13 +123,15 @@ class Unedited:
 
     def _keep(self, value: Tensor) -> None:
         """Record the keys or the values of a block."""
-        # Copy the value, because queries, keys and values may be views of one tensor.
+        # Copy the value. Queries, keys and values may be views of one tensor, which a view would
+        # keep in memory.
         self.past[-1].append(value.detach().transpose(1, 2).contiguous())
 
     def is_resumable(self) -> bool:
-        """Return True if an edited run can begin at a step inside the forward pass.
+        """Return True if edited runs can begin at any block, with the stream of this run.
 
-        This method also sets `streams` and `contexts`, and `past` if the context contains it.
+        This method also sets `streams` and `contexts`. It sets `past` if the contexts contain the
+        keys and values.
         """
         language = self.language
         calls = self._calls
@@ -140,7 +147,7 @@ class Unedited:
             and all(hasattr(context, "repeated") for context in self.contexts)
             and all(hasattr(context, "after") for context in self.contexts)
             and all(len(tensors) == self._n_past for tensors in self.past)
-            # No block changed its input stream in place.
+            # If a block changes its input stream in place, the recorded stream is wrong.
             and all(version(stream) == before for _, _, stream, before in calls)
             and all(map(_are_close, outputs, self.streams[1:]))
             and all(hasattr(language, step) for step in ("input_resid", "run_block", "unembed"))
@@ -151,7 +158,10 @@ class Unedited:
         )
 
     def contexts_from(self, pos: int) -> list[Any]:
-        """Return `contexts` from a position on. Blocks that shared a context still share it."""
+        """Return contexts for runs that begin at a position, with the keys and values before it.
+
+        Blocks that share a context in `contexts` also share the new context.
+        """
         if not pos:
             return self.contexts
         past = []
@@ -162,7 +172,7 @@ class Unedited:
         return [later[id(context)] for context in self.contexts]
 
     def _contexts(self) -> list[Any]:
-        """Return the other inputs of each block besides the stream.
+        """Return the inputs of each block besides the stream.
 
         The context is None for a block that cannot run again.
         """
