@@ -6,7 +6,8 @@ layers), `cross_layer`, `crosscoder` (of several models or layers) and `matching
 other kinds of dictionaries. `loading` reads
 dictionaries from files, with the help of `forms`, `hub` and `bundled`. `places` finds the point
 that a file names. `splicing` inserts dictionaries into a model, and `evaluation`, `cards` and
-`controls` measure them.
+`controls` measure them. `members` runs the models of a crosscoder, and `scaling` and `member_cards`
+describe its features.
 
 >>> from interp.features import load_sae, splice
 >>> from models import load
@@ -27,6 +28,9 @@ from interp.features.dictionary import Dictionary
 from interp.features.evaluation import DictionaryScores, evaluate_sae
 from interp.features.loading import load_crosscoder, load_sae, load_transcoders
 from interp.features.matching_pursuit import MatchingPursuit
+from interp.features.member_cards import crosscoder_cards
+from interp.features.members import member_values
+from interp.features.scaling import LatentScaling, latent_scaling
 from interp.features.splicing import splice
 from interp.features.transcoders import Transcoders, TranscoderSet
 
@@ -40,15 +44,19 @@ __all__ = [
     "Gated",
     "GroupMax",
     "JumpReLU",
+    "LatentScaling",
     "MatchingPursuit",
     "TopK",
     "TranscoderSet",
     "Transcoders",
+    "crosscoder_cards",
     "evaluate_sae",
     "feature_cards",
+    "latent_scaling",
     "load_crosscoder",
     "load_sae",
     "load_transcoders",
+    "member_values",
     "purity",
     "splice",
     "stability",

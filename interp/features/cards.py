@@ -39,7 +39,6 @@ from hooks.base import (
 )
 from hooks.shared import with_parts
 from interp import plots
-from interp.features.dictionary import Dictionary
 from interp.features.splicing import Dictionaries, placed
 from interp.inputs.copies import unseen
 from interp.inputs.texts import batches
@@ -243,7 +242,7 @@ class FeatureCards(list[FeatureCard], plots.Shown):
         )
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
     """A text of a run.
 
     Attributes:
@@ -315,11 +314,8 @@ def feature_cards(
         )
     ((point, part),) = parts.items()
     require_integer("k", k)
-    _require_features(features, part.dictionary.n_features)
-    tokens_moved = _tokens_moved(
-        model, part.has_heads, dictionary=part.dictionary, features=features, k=k
-    )
-    rows: list[_Row] = []
+    require_features(features, part.dictionary.n_features)
+    rows: list[Row] = []
     digests: set[str] = set()
     with with_parts(model, unspliced.points, parts):
         runner = HookedRunner(model)
@@ -327,20 +323,47 @@ def feature_cards(
         for _, text in batches(texts, model, batch):
             cache = runner.capture(text.tokens, names=name, **text.arguments(model))
             values = cache[name][..., [*features]].float()
-            rows += _rows_of(text, values, counts=text.at(pos), is_new=unseen(text, digests))
+            rows += rows_of(text, values, counts=text.at(pos), is_new=unseen(text, digests))
+    W_dec = part.dictionary.W_dec
+    return cards_of(model, rows, W_dec=W_dec, features=features, k=k, has_heads=part.has_heads)
+
+
+def cards_of(
+    model: nn.Module,
+    rows: list[Row],
+    W_dec: Float[Tensor, "feature d_out"],
+    features: Sequence[int],
+    k: int,
+    has_heads: bool = False,
+) -> FeatureCards:
+    """Return the card of each feature from its values on texts.
+
+    Args:
+        model: the model, which converts tokens to text.
+        rows: the texts, with the values of the chosen features.
+        W_dec: the decoder rows of all features.
+        features: the indices of the chosen features.
+        k: the number of examples, tokens and neighbours on each card.
+        has_heads: whether the decoder writes vectors of heads, which are not in the residual
+            stream. Default: False.
+
+    Raises:
+        ValueError: if no token counts.
+    """
     if not any(bool(row.counts.any()) for row in rows):
         raise ValueError("pos must select a token of at least one text; got none")
+    tokens_moved = _tokens_moved(model, has_heads, W_dec=W_dec, features=features, k=k)
     cards = FeatureCards()
     for column, index in enumerate(progress_of(features, "cards", len(features))):
         top, bottom = tokens_moved[column]
         of_feature = [row._replace(values=row.values[:, column]) for row in rows]
-        nearest = _nearest(part.dictionary, index, k)
+        nearest = _nearest(W_dec, index, k)
         card = _card(model, index, rows=of_feature, k=k, nearest=nearest, top=top, bottom=bottom)
         cards.append(card)
     return cards
 
 
-def _require_features(features: object, n_features: int) -> None:
+def require_features(features: object, n_features: int) -> None:
     """Check that features are a list of indices of a dictionary's features.
 
     Raises:
@@ -362,17 +385,17 @@ def _require_features(features: object, n_features: int) -> None:
         )
 
 
-def _rows_of(
+def rows_of(
     text: Text,
     values: Float[Tensor, "batch pos feature"],
     counts: Bool[Tensor, "batch pos"],
     is_new: Bool[Tensor, " batch"],
-) -> list[_Row]:
+) -> list[Row]:
     """Return the real tokens of each text of a batch with their values, on the CPU."""
     columns = (text.tokens, values, counts, is_new, text.real)
     on_cpu = (column.cpu() for column in columns)
     return [
-        _Row(
+        Row(
             tokens=row_tokens[real].tolist(),
             values=row_values[real],
             counts=row_counts[real],
@@ -388,7 +411,7 @@ Scored = list[tuple[str, float]]
 def _card(
     model: nn.Module,
     index: int,
-    rows: list[_Row],
+    rows: list[Row],
     k: int,
     nearest: list[tuple[int, float]],
     top: Scored,
@@ -436,9 +459,9 @@ def _card(
     )
 
 
-def _nearest(dictionary: Dictionary, index: int, k: int) -> list[tuple[int, float]]:
+def _nearest(W_dec: Float[Tensor, "feature d_out"], index: int, k: int) -> list[tuple[int, float]]:
     """Return the features with the most similar decoder rows, with the cosines."""
-    rows = nn.functional.normalize(dictionary.W_dec.float(), dim=1)
+    rows = nn.functional.normalize(W_dec.float(), dim=1)
     cosines = rows @ rows[index]
     cosines[index] = -torch.inf
     best = cosines.topk(min(k, len(rows) - 1))
@@ -446,7 +469,11 @@ def _nearest(dictionary: Dictionary, index: int, k: int) -> list[tuple[int, floa
 
 
 def _tokens_moved(
-    model: nn.Module, has_heads: bool, dictionary: Dictionary, features: Sequence[int], k: int
+    model: nn.Module,
+    has_heads: bool,
+    W_dec: Float[Tensor, "feature d_out"],
+    features: Sequence[int],
+    k: int,
 ) -> list[tuple[Scored, Scored]]:
     """Return the tokens that each feature raises most, and the tokens that it lowers most.
 
@@ -455,9 +482,9 @@ def _tokens_moved(
 
     Args:
         model: the model.
-        has_heads: whether the dictionary writes vectors of heads, which are not in the residual
+        has_heads: whether the decoder writes vectors of heads, which are not in the residual
             stream.
-        dictionary: the dictionary.
+        W_dec: the decoder rows of all features.
         features: the indices of the features.
         k: the number of tokens in each list.
     """
@@ -468,9 +495,9 @@ def _tokens_moved(
         with suppress(TypeError, ValueError):
             directions = token_directions(model, torch.arange(n_logits(model)), fold)
             break
-    if directions is None or directions.shape[1] != dictionary.d_out:
+    if directions is None or directions.shape[1] != W_dec.shape[1]:
         return [([], [])] * len(features)
-    rows = dictionary.W_dec[[*features]].to(directions)
+    rows = W_dec[[*features]].to(directions)
     logits = to_device(rows, directions.device) @ directions.mT
     write = writer_of(model) or (lambda tokens: [*map(str, tokens)])
     n_tokens = min(k, logits.shape[1])

@@ -168,6 +168,25 @@ class Crosscoder(plots.Shown, nn.Module):
             self._require_value(name, value)
         return [*values]
 
+    def normalized(
+        self, member: str | int, value: Float[Tensor, "*rows d_model"]
+    ) -> Float[Tensor, "*rows d_model"]:
+        """Return the value of a member as the encoder reads it, in the dtype of the crosscoder.
+
+        Args:
+            member: the member.
+            value: its value.
+
+        Raises:
+            ValueError: if the value has the wrong size.
+        """
+        index = self.index(member)
+        self._require_value(self.names[index], value)
+        value = to_device(value, self.W_enc.device).to(self.W_enc.dtype)
+        if self.center is not None:
+            value = value - self.center[index]
+        return value if self.scale is None else value * self.scale[index]
+
     def share(
         self, member: str | int, value: Float[Tensor, "*rows d_model"]
     ) -> Float[Tensor, "*rows feature"]:
@@ -178,18 +197,12 @@ class Crosscoder(plots.Shown, nn.Module):
             value: its value.
         """
         index = self.index(member)
-        self._require_value(self.names[index], value)
-        value = to_device(value, self.W_enc.device).to(self.W_enc.dtype)
-        if self.center is not None:
-            value = value - self.center[index]
-        if self.scale is not None:
-            value = value * self.scale[index]
-        read = value @ self.W_enc[index]
+        read = self.normalized(index, value) @ self.W_enc[index]
         if self.is_joint:
             return read
-        n_own = self.W_enc.shape[2]
-        before = index * n_own
-        return nn.functional.pad(read, (before, self.n_features - before - n_own))
+        n_read = self.W_enc.shape[2]
+        before = index * n_read
+        return nn.functional.pad(read, (before, self.n_features - before - n_read))
 
     def pre_activations(self, values: Values) -> Features:
         """Return the pre-activations, the input of the nonlinearity."""
@@ -380,9 +393,9 @@ class MemberDictionary(Dictionary):
         W_dec, b_dec = crosscoder.decoder(member)
         W_enc = crosscoder.W_enc[member]
         if not crosscoder.is_joint:
-            n_own = W_enc.shape[1]
-            before = member * n_own
-            W_enc = nn.functional.pad(W_enc, (before, len(W_dec) - before - n_own))
+            n_read = W_enc.shape[1]
+            before = member * n_read
+            W_enc = nn.functional.pad(W_enc, (before, len(W_dec) - before - n_read))
         super().__init__(
             W_enc=W_enc,
             W_dec=W_dec,

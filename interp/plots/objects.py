@@ -63,6 +63,27 @@ def crosscoder(crosscoder: Any) -> View:
     return View("a crosscoder", parts, says=[*says, *told(crosscoder.config)])
 
 
+def latent_scaling(scaling: Any) -> View:
+    """Draw the relative decoder norms, and both ratios of the features near a norm of 1.
+
+    Args:
+        scaling: the latent scaling of a crosscoder.
+    """
+    norms = {"relative norm": scaling.relative_norm.sort().values}
+    title = f"relative decoder norms: 0 is only {scaling.other}, 1 is only {scaling.member}"
+    parts = [*curves(norms, axis="features", title=title).parts]
+    is_only = (scaling.relative_norm > 0.9) & (scaling.density > 0)
+    if is_only.any():
+        ratios = {
+            f"nu of the {target}": scaling.nu(target)[is_only].sort().values
+            for target in ("error", "reconstruction")
+        }
+        axis = "features with a relative norm above 0.9, in order"
+        parts += curves(ratios, axis=axis, title="1 is as much in the other model").parts
+    title, *says = repr(scaling).splitlines()
+    return View(title, parts, says=says)
+
+
 def dictionary_scores(scores: Any, losses: Any) -> View:
     """Draw the losses and the density of features.
 
