@@ -102,6 +102,34 @@ class Direction(plots.Shown):
 
     __rmul__ = __mul__
 
+    def __add__(self, other: "Direction") -> "Direction":
+        """Return the sum of two directions at the same points.
+
+        Raises:
+            ValueError: if the directions have vectors at different points.
+
+        >>> v = Direction({"resid": torch.tensor([3.0, 4.0])})
+        >>> (v + v * 2)["resid"]
+        tensor([ 9., 12.])
+        """
+        if not isinstance(other, Direction):
+            return NotImplemented
+        if self.vectors.keys() != other.vectors.keys():
+            raise ValueError(
+                "directions must have vectors at the same points to be added; got "
+                f"{', '.join(self.vectors)} and {', '.join(other.vectors)}"
+            )
+        vectors = {name: vector + other.vectors[name] for name, vector in self.vectors.items()}
+        offsets = {}
+        for name in vectors:
+            if name in self.offsets or name in other.offsets:
+                offsets[name] = self.offsets.get(name, 0.0) + other.offsets.get(name, 0.0)
+        return Direction(vectors, offsets)
+
+    def __sub__(self, other: "Direction") -> "Direction":
+        """Return the difference of two directions at the same points; for errors see `+`."""
+        return self + other * -1.0 if isinstance(other, Direction) else NotImplemented
+
     def vector_at(self, point: Point) -> Float[Tensor, " d"]:
         """Return the vector at a hook point. Edits call this method.
 

@@ -877,3 +877,15 @@ def test_probes_that_cannot_be_fitted_are_refused():
         probe(model, texts, texts, "1", kind="svm")
     with pytest.raises(UnknownNameError):
         probe(model, texts, texts, "resid_post")
+
+
+def test_directions_are_added_at_their_points():
+    first = Direction({"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([5.0])}, {"a": 0.5})
+    second = Direction({"b": torch.tensor([3.0]), "a": torch.tensor([-4.0, 7.0])}, {"b": 2.0})
+    total, difference = first + second, first - second
+    assert total["a"].tolist() == [-3, 9]
+    assert difference["b"].tolist() == [2]
+    assert total.offsets == {"a": 0.5, "b": 2.0}
+    assert difference.offsets == {"a": 0.5, "b": -2.0}
+    with pytest.raises(ValueError, match="same points.*a, b and a"):
+        first + first.at("a")
