@@ -7,8 +7,8 @@ Interpretability"):
 2. Visit the readers against the order of computation, from the logits to the first block. For each
    reader, visit the writers with an edge to the reader, also against the order of computation.
 3. For each edge, replace the value that the reader gets from the writer by the writer's value in
-   the other run. If the divergence rises by less than the threshold, remove the edge, and compare
-   the next test with the new divergence. Otherwise keep the edge.
+   the other run. If the divergence rises by less than the threshold, remove the edge. The rise in
+   the next test is then measured from the new divergence. Otherwise keep the edge.
 4. If no kept edge leaves the node of a reader, the edges to this reader have no effect. They are
    removed without a test.
 """
@@ -48,8 +48,9 @@ def acdc(
 ) -> dict[float, Circuit]:
     """Find a circuit: remove edges one by one while predictions stay close to the model's.
 
-    The distance is KL(whole model || circuit), the mean over the pairs. Each test is one run.
-    Thresholds share a test if all earlier decisions were the same.
+    The divergence of a circuit is KL(whole model || circuit), the mean over the pairs. The test of
+    an edge is one run. If two thresholds have led to the same decisions so far, they share the next
+    test.
 
     By default, corrupted values replace values of the clean run (`direction="noising"`). Activation
     and attribution patching do the reverse by default.
@@ -106,7 +107,7 @@ def acdc(
         for number, threshold in enumerate(thresholds, 1):
             kept, scores = _tested(graph, threshold, divergence, count)
             circuits[threshold] = Circuit(graph, kept, scores=scores, found_on=found_on)
-            # Count the edges that need no test too.
+            # The bar counts all edges, including edges that were removed without a test.
             count(number * n_edges - count.done)
     return circuits
 
@@ -126,7 +127,10 @@ def _tested(
     divergence: Callable[[Tensor], float],
     count: Callable[[], object],
 ) -> tuple[Bool[Tensor, "writer reader"], Float[Tensor, "writer reader"]]:
-    """Return the edges that are kept at one threshold, and minus the increase for each edge.
+    """Test the edges with one threshold.
+
+    Return the edges that are kept, and the score of each edge: minus the increase of the divergence
+    in the test of the edge. The score is NaN without a test.
 
     Args:
         graph: the graph of the model.
@@ -152,9 +156,8 @@ def _tested(
 def _edges(graph: Graph, kept: Bool[Tensor, "writer reader"]) -> Iterator[tuple[int, int]]:
     """Yield the edges to test, each as (index of writer, index of reader).
 
-    Meanwhile, the caller removes edges from `kept`.
-
-    Edges to a reader whose node has no kept outgoing edge are removed from `kept`.
+    The caller removes a tested edge from `kept` before it asks for the next edge. If no kept edge
+    leaves the node of a reader, this function removes all edges to the reader from `kept`.
     """
     feeds = feeding(graph)
     # A reader is live if a path of kept edges leads from its node to the logits.

@@ -57,8 +57,9 @@ def attribution_patching(
 
     The estimate is (target - base) times the gradient at base. Two forward passes and one backward
     pass estimate the effects of all places (Nanda 2023, "Attribution Patching"). The estimate is
-    exact if the metric is linear in the value. Otherwise it can be very wrong: if attention is
-    saturated, or if a whole stream is replaced. Use `compare_effects` to check the estimate.
+    exact if the metric is linear in the value. Otherwise it can be very wrong, for example if
+    attention is saturated, or if a whole stream is replaced. Use `compare_effects` to check the
+    estimate.
 
     The options `qk_correction` and `grad_drop` are from AtP* (Kramár et al. 2024, "AtP*: An
     efficient and scalable method for localizing LLM behaviour to components").
@@ -77,13 +78,13 @@ def attribution_patching(
             the clean run.
         source: see `activation_patching`. Gradients are gradients of `model`.
         layers, heads, neurons: see `activation_patching`.
-        qk_correction: at the sites `q` and `k`, compute the softmax of attention again for each
-            query, and for one key position at a time, and take gradients at the pattern. It costs a
-            few runs of the attention alone. Use it for saturated attention, which has almost no
-            gradient.
+        qk_correction: at the sites `q` and `k`, compute the exact change of the attention pattern
+            by the other queries, or by the other key of one position at a time, and multiply this
+            change by the gradient at the pattern. It costs a few runs of the attention alone. Use
+            it for saturated attention, which has almost no gradient at queries and keys.
         grad_drop: compute the gradient once for each layer, ignoring all paths through the outputs
-            of that layer. The effects are then means of absolute values, so that paths with
-            opposite effects do not cancel.
+            of that layer. The effect is then the mean of the absolute values of these estimates, so
+            that paths with opposite effects do not cancel.
         progress: whether to show a bar after two seconds.
 
     Returns:
@@ -191,7 +192,11 @@ def _by_point(
 
 
 def _added_by_blocks(points: Mapping[str, Point]) -> list[list[str]]:
-    """Return the points of the outputs of each layer to the residual stream."""
+    """Return for each layer the points of the outputs that it adds to the residual stream.
+
+    Raises:
+        ValueError: if there are fewer than 2 layers.
+    """
     attn_out = names_by_layer("attn_out", points)
     has_mlps = any(name.endswith("mlp_out") for name in points)
     mlp_out = names_by_layer("mlp_out", points) if has_mlps else {}

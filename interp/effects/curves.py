@@ -40,6 +40,9 @@ class Area(NamedTuple):
 class Curve:
     """Faithfulness as a function of the share of edges in the circuit; returned by `circuit_curve`.
 
+    An edge helps if, on average, replacing it moves the metric towards the metric of the other
+    text.
+
     Attributes:
         signed: faithfulness [edges, example] of circuits of the edges that help most.
         absolute: faithfulness of circuits of the edges with the largest effects of either sign.
@@ -101,8 +104,8 @@ def circuit_curve(
 
     See Mueller et al. 2025, "MIB: A Mechanistic Interpretability Benchmark".
 
-    For each share p, the circuit keeps the int(p · edges) most important edges. Then edges of nodes
-    that are not connected are pruned.
+    For each share p, the circuit keeps the int(p · edges) most important edges. Then edges of
+    unconnected nodes are pruned; see `Circuit.pruned`.
 
     Args:
         model, pairs, source, max_bytes: see `faithfulness`.
@@ -164,9 +167,10 @@ def circuit_curve(
 def _area(result: Result, *, from_one: bool = False) -> Area:
     """Return the area under a faithfulness curve, or between the curve and 1.
 
-    The area is computed with the trapezoid rule over the nominal shares. It is a mean over
-    examples, as is each height of the curve. A distance between the mean and 1 has no sign, so the
-    distances of all examples are multiplied by the sign of their mean.
+    The area is computed with the trapezoid rule over the shares that were asked for, not the shares
+    after pruning. It is a mean over examples, and so is each height of the curve. The distance of
+    the mean height from 1 is an absolute value. To write it as a mean over examples, the difference
+    between 1 and the height of each example is multiplied by the sign of the mean difference.
 
     Args:
         result: faithfulness [edges, example].

@@ -9,8 +9,9 @@ In a model of 1 layer with 2 heads and an MLP, on one text of 3 tokens:
    reader alone, [8, 3, d_model].
 3. The score of an edge is change · gradient, summed over the positions of each group, as `over`
    defines them. One matrix product computes the scores of all writers before a reader.
-4. The last column is the attribution of each writer: its change times the gradient where it is
-   added. The scores of the writer's edges should sum to this attribution.
+4. The scores have one column for each reader. A last column contains the attribution of each
+   writer: its change times the gradient where it is added. The scores of the writer's edges should
+   sum to this attribution.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,9 +45,10 @@ class ChangedPositions(NamedTuple):
     Attributes:
         here: the columns of the edited text.
         there: the columns of the other text from which the values are taken.
-        group: the index of each column's group in the result. A column that occurs again in the
-            same span has the index after the last group. The sum of that group is dropped, so each
-            column counts once.
+        group: for each column, the index of the group to whose sum it belongs: one group for all
+            positions, for each position or for each span. Columns that must not count have the
+            index after the last group. These are repeated columns of a span and, if each position
+            is a group, the tokens of answers.
         labels: the labels of the groups; None for one sum over all columns.
     """
 
@@ -104,7 +106,7 @@ def changed_positions(
             return ChangedPositions(here=columns, there=columns, group=one_group, labels=None)
         column_of_prompt = columns
         if prompts is not None:
-            # The sum of the last group is dropped.
+            # Tokens of answers get the index n, and their sum is dropped.
             n = int(prompts.any(0).nonzero().max()) + 1
             column_of_prompt = columns.where(prompts, n)
         return ChangedPositions(
@@ -149,11 +151,12 @@ class ScoredPoints:
 
 
 class _Target(NamedTuple):
-    """The gradients to multiply with the changes of some writers, and the columns of the products.
+    """One block of the scores: the gradients at some readers, times the changes of some writers.
 
     Attributes:
-        gradients: a function that returns the gradients [reader, n, d_model] at some columns of a
-            row. The memory of the result is used again by the next call.
+        gradients: a function of a row of a run, some positions of the row and memory for the
+            result. It returns the gradients [reader, n, d_model]. The next call may use the same
+            memory.
         writers: the writers that come before these readers.
         columns: the columns of these readers in the scores.
     """
@@ -164,7 +167,7 @@ class _Target(NamedTuple):
 
 
 def _factors(graph: Graph, device: torch.device) -> list[Any]:
-    """Return the factors that the writers of each layer carry, on a device."""
+    """Return the factors of each layer's attention output on a device; see `Graph.all_writers`."""
     return [all_to_device(layer.added, device) for layer in graph.layers]
 
 
@@ -210,8 +213,8 @@ class EdgeScores:
 
         Args:
             rows: the examples.
-            space: the result of an earlier call with the same number of examples, which is
-                overwritten. Default: new memory.
+            space: memory for the result, which is overwritten: the result of an earlier call with
+                the same number of examples. Default: new memory.
         """
         graph = self.graph
         source_graph = self._source_graph
@@ -226,7 +229,8 @@ class EdgeScores:
         for source_writers, base_writers in zip(in_source, in_base, strict=True):
             stop = start + len(base_writers.names)
             if source_graph is graph:
-                # Both runs have the same output weights, so the change of `z` is mapped once.
+                # Both runs have the same output weights. So subtract the values before these
+                # weights, such as `z`, and apply the weights only to the difference.
                 change = source_writers.values - base_writers.values
                 source_writers._replace(values=change).put(space[start:stop])
             else:
@@ -271,12 +275,13 @@ class EdgeScores:
     def of(
         self, run: Gradients, parts: Iterable[tuple[int, int, Tensor]]
     ) -> Float[Tensor, "writer column group batch"]:
-        """Return the scores of some writers on some rows of a run. All other scores are 0.
+        """Return the scores for the writers and rows whose changes are given. All others are 0.
 
         Args:
             run: a run of the text, or of copies of the text.
-            parts: the changes in parts. A part is (index of its first writer, index of its first
-                row, changes [writer, row, n, d_model]).
+            parts: the changes of consecutive writers on consecutive rows of the run. A part is
+                (index of its first writer, index of its first row, changes [writer, row, n,
+                d_model]).
         """
         targets = self._targets(run)
         graph = self.graph
@@ -306,10 +311,10 @@ class EdgeScores:
         return scores
 
     def _targets(self, run: Gradients) -> list[_Target]:
-        """Run the backward pass and return all gradients to multiply the changes with."""
+        """Run the backward pass and return all blocks of the scores."""
         by_name = self._gradients(run)
         targets = self._targets_of_readers(run, by_name)
-        # The last column is the attribution of each writer.
+        # The last column of the scores is the attribution of each writer.
         n_readers = len(self.graph.readers)
         last_column = slice(n_readers, n_readers + 1)
         for name, writers in self.points.added.items():
@@ -332,7 +337,10 @@ class EdgeScores:
         return by_name
 
     def _targets_of_readers(self, run: Gradients, by_name: Mapping[str, Tensor]) -> list[_Target]:
-        """Return the gradients of all readers, in groups that are large enough for one product.
+        """Return the blocks of the scores of all readers.
+
+        A block has the readers of one or several consecutive streams, so that one matrix product is
+        large enough to be fast.
 
         Args:
             run: the run.
@@ -368,7 +376,10 @@ class EdgeScores:
 
 
 def _at(gradient: Tensor, row: int, columns: Tensor, space: Tensor) -> Tensor:
-    """Return the gradient at some columns of a row, as the only reader. `space` is not used."""
+    """Return the gradient at some columns of a row, [1, n, d_model]; a function for `_Target`.
+
+    A `_Target` also passes memory for the result, which is not needed here.
+    """
     return gradient[row, columns][None]
 
 

@@ -73,8 +73,9 @@ def edge_attribution(
       The scores of each writer's edges add up to the effect of replacing the writer. Every step of
       a path needs one run for each writer.
 
-    Besides the gradients, the memory contains one residual stream for each writer: the stream of
-    one example, or, for `eap_ig_activations`, of all examples.
+    Besides the gradients, the memory contains the changes of all writers: one residual stream for
+    each writer, for one example at a time. For `eap_ig_activations`, it contains the changes for
+    all examples.
 
     By default, corrupted values replace values of the clean run (`direction="noising"`). Activation
     and attribution patching do the reverse by default.
@@ -104,8 +105,9 @@ def edge_attribution(
         - `node_gap`: the largest difference between the sum of a writer's edges and the writer's
           attribution, as a share of the largest attribution. This gap should be rounding.
         - `steps` and `gaps`, for the methods along paths: the steps of each path, and the gap of
-          each example, which is the largest gap of all writers.
-        - `texts`: the digests of the texts that a circuit was found on (`Pairs.digests`).
+          each example. For `eap_ig_activations`, this is the largest gap of all writers.
+        - `texts`: the digests of these texts (`Pairs.digests`). A circuit that is made from the
+          scores keeps them, so that measures such as `faithfulness` can warn about the same texts.
 
     Raises:
         ValueError: if the method does not exist or has no steps, if texts, positions or steps do
@@ -151,7 +153,7 @@ def edge_attribution(
     difference = runs.target - base
     if method == "eap":
         warn_of_flat(start)
-    # Free the autograd graph of the run.
+    # Free the autograd graph of the first run before the runs along paths.
     del start
     if method != "eap":
         size = difference.abs().mean()
@@ -219,12 +221,12 @@ class PathScores(NamedTuple):
 
 
 class Paths:
-    """The paths from a run to a run with other values.
+    """Paths from the edited run to runs in which writers have moved to their values at target.
 
     Args:
         runs: the texts and the metric.
         scores: computes the scores of edges.
-        base: the metric of the run.
+        base: the metric of the edited run.
         size: the number by which gaps are divided.
         steps: see `edge_attribution`.
     """
@@ -243,9 +245,14 @@ class Paths:
         self._averaged = partial(averaged, base=base, steps=steps, size=size)
 
     def of_input(self, first: Float[Tensor, "writer column group batch"]) -> PathScores:
-        """Return the scores of all edges, given the scores at the start of the path."""
-        # The input consists of the first writers. Only the sum of their edges is known. The last
-        # column is not an edge.
+        """Return the mean scores of all edges while the input moves along its path.
+
+        Args:
+            first: the scores at the start of the path.
+        """
+        # The first writers are the embeddings, which move together. So the change of the metric is
+        # known only for the sum over all edges of these writers. This sum leaves out the last
+        # column, which is not an edge.
         n_inputs = self._scores.graph.layers[0].heads.start
         change = self._scores.changes(slice(None))[:n_inputs].sum(0, keepdim=True)
 
@@ -260,7 +267,11 @@ class Paths:
         return PathScores(mean.values[0], mean.steps[0], mean.gaps[0])
 
     def of_writers(self, first: Float[Tensor, "writer column group batch"]) -> PathScores:
-        """Return the scores of each writer's edges, on a separate path for each writer."""
+        """Return the mean scores of each writer's edges while this writer alone moves.
+
+        Args:
+            first: the scores at the start of all paths.
+        """
         changes = self._scores.changes(slice(None))
         batch = self._batch
         n_at_once = max(1, _TOKENS // self._runs.text.tokens.numel())

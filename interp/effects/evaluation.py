@@ -148,8 +148,8 @@ def minimality(
     """Return the share of a behaviour that a circuit loses without each of its nodes.
 
     For a node v, this is F(C) - F(C without v), where F is the faithfulness (Wang et al. 2022,
-    "Interpretability in the Wild"). A minimal circuit loses something without any of its nodes: if
-    the interval of a node contains 0, the circuit may not need the node.
+    "Interpretability in the Wild"). If a circuit is minimal, it loses something whenever one of its
+    nodes is removed. If the interval of a node contains 0, the circuit may not need the node.
 
     Args:
         model: the model of the circuit's graph.
@@ -194,10 +194,10 @@ def minimality(
 
 
 def circuit_auroc(scores: Result, known: Circuit, signed: bool = False) -> float:
-    """Return the area under the ROC curve of scores as a test for the edges of a known circuit.
+    """Return how well scores separate the edges of a known circuit from all others: the AUROC.
 
-    The area is the probability that a random edge of the circuit has a higher score than a random
-    edge outside the circuit; equal scores count half.
+    This area under the ROC curve is the probability that a random edge of the circuit has a higher
+    score than a random edge outside the circuit; equal scores count half.
 
     Args:
         scores: effects [edge, example] of the edges of the circuit's graph.

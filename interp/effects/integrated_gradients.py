@@ -66,7 +66,7 @@ def integrated_gradients(
         over: see `activation_patching`; with several layers, `layer` must be one of the axes.
         steps: the number of steps of each path; the number of gradients is larger by one. `auto`
             doubles the number until the gap of every example is at most 0.01 of the mean absolute
-            change of the metric, up to 1024 steps, and uses each gradient again.
+            change of the metric, up to 1024 steps. No gradient is computed twice.
         direction, source, layers, heads, neurons: see `attribution_patching`.
         progress: whether to show a bar after two seconds.
 

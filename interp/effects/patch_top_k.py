@@ -21,9 +21,10 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Verified:
-    """Exact effects at the top of an estimate and at a sample outside; returned by `patch_top_k`.
+    """Exact effects of the top places of an estimate, and of a sample of all other places.
 
-    The bounds hold with 95% confidence over samples. "Larger" compares absolute mean effects.
+    This is the result of `patch_top_k`. The bounds hold with 95% confidence over samples. "Larger"
+    compares absolute mean effects.
 
     Attributes:
         top: exact effects [place, example] of the places with the largest estimates, the largest
@@ -88,8 +89,8 @@ def patch_top_k(
             `activation_patching`.
         k: the number of places with the largest estimates to patch. Default: 10.
         budget: the largest number of forward passes: two for the unedited runs, and one for each
-            place, which usually costs less (see `sweep`). The sample uses the passes that the top
-            does not use. Default: 100.
+            place (a place usually costs less than a whole pass; see `sweep`). The sample uses the
+            passes that the top does not use. Default: 100.
         seed: the seed of the sample.
         max_bytes: see `sweep`.
         progress: whether to show a bar after two seconds.
@@ -216,7 +217,9 @@ def _are_close(ours: Tensor | None, theirs: Tensor | None, precision: float) -> 
 
 
 def _listed(result: Result, indices: Sequence[int]) -> Result:
-    """Return some places of a result along one axis, `place`, with labels in words.
+    """Return some places of a result, with the axes replaced by one axis `place`.
+
+    The label of a place is its name, such as `layer 0, head 3`.
 
     Args:
         result: the result.
@@ -235,8 +238,8 @@ def _bound(sampled: int, missed: int, n: int) -> int:
     """Return an upper bound, with 95% confidence, on the number of places that belong to the top.
 
     A random sample of `sampled` of the `n` places contains `missed` places that belong to the top.
-    If the number were larger than the bound, fewer than 5% of all samples would contain so few
-    (hypergeometric distribution).
+    If more places than the bound belonged to the top, at most 5% of all samples would contain
+    `missed` of them or fewer (hypergeometric distribution).
 
     Args:
         sampled: the size of the sample.
@@ -245,7 +248,7 @@ def _bound(sampled: int, missed: int, n: int) -> int:
     """
 
     def chance(n_top: int) -> float:
-        """Return the probability of at most `missed` if `n_top` of the places belong to the top."""
+        """Return the probability that a sample contains at most `missed` of `n_top` top places."""
         ways = 0
         for i in range(missed + 1):
             ways += math.comb(n_top, i) * math.comb(n - n_top, sampled - i)

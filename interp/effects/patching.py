@@ -61,7 +61,8 @@ def activation_patching(
             Most people need `over=["layer", "head"]`.
         direction: `denoising` edits the corrupted run, `noising` edits the clean run. It is not
             used with `edit`.
-        edit: an edit of the clean run to make at each place instead, such as `edits.mean(cache)`.
+        edit: an edit, such as `edits.mean(cache)`, that is made at each place of the clean run
+            instead of patching values of another run. Default: None.
         source: another model with the same points, such as the model before its fine-tuning. Its
             values on the clean texts are patched into the run of `model` on these texts. Corrupted
             texts and `direction` are not used. `pairs` may then be texts; without a metric, the

@@ -34,9 +34,12 @@ def edge_patching(
     values of the edited run, and all nodes after the reader are computed again. So the effect is
     exact, and equals the effect of `run_circuit` with a mask of this edge. An edge is direct:
     changes in the heads and MLPs between the writer and the reader do not reach the reader.
-    `path_patching` with frozen MLPs carries the same difference to several receivers, and then
-    fixes them: the two functions agree unless a receiver is upstream of another receiver. With
-    recomputed MLPs, `path_patching` also counts the paths through MLPs.
+
+    `path_patching` with frozen MLPs has the same effect if there is one receiver. With several
+    receivers, it patches the edges to all of them together, and then fixes the receivers at their
+    new values. The result equals `run_circuit` with a mask of these edges, unless a receiver is
+    upstream of another receiver. With recomputed MLPs, `path_patching` also counts the paths
+    through MLPs.
 
     By default, corrupted values replace values of the clean run (`direction="noising"`). Activation
     and attribution patching do the reverse by default.

@@ -36,9 +36,9 @@ _PARTS = ("q", "k", "scores", "pattern")
 def corrected(
     sites: Sites, name: str, attention: "RecordedAttention"
 ) -> Callable[[Patterns], Float[Tensor, "..."]]:
-    """Return the estimate of other queries or keys, as a function of the gradient at the pattern.
+    """Return a function that estimates the effects of other queries or keys.
 
-    The function returns effects [*places, example].
+    The function takes the gradient at the pattern, and returns effects [*places, example].
 
     Args:
         sites: the places of queries or keys.
@@ -154,8 +154,8 @@ class OtherKeys:
         keys: the keys that replace the keys of that run.
 
     Raises:
-        ValueError: if the pattern is not the softmax of the scores that a query sees, after the
-            attention's `cap`.
+        ValueError: if the pattern of the base run is not the softmax of the capped scores, over the
+            keys that each query sees.
     """
 
     def __init__(
@@ -165,8 +165,8 @@ class OtherKeys:
         keys: Float[Tensor, "batch pos kv_head d_head"],
     ) -> None:
         self._n_kv_heads = keys.shape[2]
-        # With equal scores, all keys that a query sees have the same weight, and all other keys
-        # have weight 0.
+        # Run the softmax with equal scores to find out which keys a query sees: these keys get the
+        # same weight, and all other keys get weight 0.
         equal = attention.values(scores=torch.zeros_like(base["scores"]))["pattern"]
         is_visible = (equal > 0) & (base["scores"] > -torch.inf)
         scores = at_least_float32(attention.cap(base["scores"]))
@@ -178,7 +178,7 @@ class OtherKeys:
         rest = masked.scatter(-1, self._top, -torch.inf)
         new_weights = self._new_weights(masked, rest, new_scores - scores)
         self._change = (new_weights - self._weights).masked_fill(~is_visible, 0)
-        # If a query sees only one key, there are no other keys.
+        # If a query sees only one key, the softmax over the other keys is NaN and must be 0.
         is_alone = is_visible.sum(-1, keepdim=True) < 2
         self._rest = rest.softmax(-1).masked_fill(is_alone, 0)
 
@@ -195,7 +195,7 @@ class OtherKeys:
 
         Args:
             masked: the scores, with -inf at keys that a query does not see.
-            rest: the masked scores without the largest score of each query.
+            rest: the masked scores, with -inf also at the largest score of each query.
             change: the change of each score.
         """
         total = masked.logsumexp(-1, keepdim=True)
@@ -207,7 +207,9 @@ class OtherKeys:
     def effects(self, gradient: Patterns) -> Float[Tensor, "batch pos kv_head"]:
         """Return the change of the pattern times its gradient for each key, summed over queries."""
         gradient = at_least_float32(gradient)
-        # The mean gradient of the other keys: of the keys besides the top, and then of the top.
+        # For each key, compute h, the weighted mean gradient of the other keys. For the key with
+        # the largest weight, 1 - p may have lost its digits, so `_rest`, the softmax over the other
+        # keys, is used instead.
         weighted = self._weights * gradient
         others = weighted.sum(-1, keepdim=True) - weighted
         others = others / (1 - self._weights.clamp(max=0.5))

@@ -20,9 +20,10 @@ class StreamReaders(NamedTuple):
     Attributes:
         stream: the name of the point before the norm.
         norm: the norm.
-        at: the name of the module at whose output the gradient is taken: the heads' projection, or
-            the norm.
-        weight: the projection of each reader; None if one reader reads the output of the norm.
+        at: the name of the module at whose output the gradient is taken. For heads, this is the
+            projection to queries, keys and values; for the MLP and the logits, the norm.
+        weight: the projection of each head; None for the MLP and the logits, which read the output
+            of the norm.
         readers: the indices of the readers in the graph.
     """
 
@@ -67,7 +68,8 @@ class Pullback:
     """The gradient of each reader with respect to the stream, through that reader alone.
 
     A norm is `A x / scale(x) + constant`. So the gradient g before the norm is `A^T g / scale`
-    minus the gradient of the scale times `x · A^T g / scale²`. `A` is applied to the weights, once.
+    minus the gradient of the scale times `x · A^T g / scale²`. For heads, `A` is multiplied into
+    the projection once, because it is the same at all positions.
 
     Args:
         reading: the readers.
