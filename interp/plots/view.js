@@ -284,7 +284,7 @@ function steps(part, box) {
   strip.setAttribute("role", "application");
   strip.setAttribute("aria-label", `${part.title}; arrow keys move from step to step${values ? ", Enter shows the effects of a step" : ""}`);
   flow.replaceChildren(...nodes);
-  box.append(make("p", "note", part.says), key, strip);
+  box.append(key, strip);
   const redraw = () => {
     const row = values ? [...values.slice(chosen * count, (chosen + 1) * count)].filter(Number.isFinite) : [];
     const limit = chosen < 0 ? part.limit : Math.max(...row.map(Math.abs), 0) || 1;
