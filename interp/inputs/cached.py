@@ -56,7 +56,7 @@ def text_of_values(cache: ActivationCache, shape: Sequence[int]) -> Text | None:
 def mask_of(cache: ActivationCache, shape: Sequence[int]) -> Tensor | None:
     """Return the mask of the texts of cached values, True at real tokens.
 
-    The result is None if no token is padding.
+    None means that no token is padding, as far as the cache knows.
 
     Args:
         cache: the cache.
@@ -88,6 +88,6 @@ def nan_at_padding(
 
     Args:
         values: the values.
-        mask: True at real tokens, [batch, pos]; None without padding.
+        mask: True at real tokens, [batch, pos]; None if there is no padding.
     """
     return values if mask is None else values.where(to_device(mask, values.device), torch.nan)

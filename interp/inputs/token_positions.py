@@ -1,7 +1,7 @@
 """Tokens and positions of examples, and the logits at these positions.
 
-Negative positions count from the last real token of a text. Positions from 0 count columns. Padding
-is never read.
+Negative positions count from the last real token of a text. Positions from 0 count columns, and a
+position at padding raises an error.
 """
 
 from collections.abc import Sequence

@@ -286,8 +286,8 @@ def _is_greedy(
 ) -> Float[Tensor, " row"]:
     """Return 1 for each answer whose tokens are all the likeliest tokens, and 0 otherwise.
 
-    The result is NaN if a logit at a token of the answer is NaN. The comparison with the likeliest
-    token alone would hide the NaN.
+    The result is NaN if a logit is NaN at a position that predicts the answer. The comparison with
+    the likeliest token alone would hide the NaN.
     """
     is_likeliest = ((logits.argmax(-1) == tokens) | ~is_answer).all(1)
     has_nan = (logits.isnan().any(-1) & is_answer).any(1)

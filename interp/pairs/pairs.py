@@ -135,9 +135,9 @@ class Pairs(plots.Shown):
             `read_by`.
         answers: the answers as they were given. After a model has read the pairs, a tensor of
             tokens or, if an answer is several tokens, `Continuations`.
-        continuations: the answers of several tokens that the metric scores: those of `answers`, or
-            the strings of a metric such as `log_prob(" Paris, the city")`. None if all answers are
-            one token, and for metrics that score no answers of several tokens.
+        continuations: the answers of several tokens that the metric scores: the argument `answers`,
+            or the strings of a metric such as `log_prob(" Paris, the city")`. None if all answers
+            are one token, and for metrics that score no answers of several tokens.
         pos: the position of the answers. If no position was given, it is None until a model reads
             the pairs.
         solved_of: the number of pairs from which `solved` selected these pairs. None for all other
@@ -372,7 +372,8 @@ class Pairs(plots.Shown):
         """The metric that was given, or the default metric of the answers.
 
         Raises:
-            ValueError: if the pairs have no metric and no answers.
+            ValueError: if the pairs have no metric and no answers, or if no metric was given and no
+                model has read the pairs yet.
         """
         metric = self._metric
         if metric is None:
@@ -612,7 +613,7 @@ def _changed_answers(answers: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return tokens or `Continuations` after a change, such as a selection of examples.
 
     Args:
-        answers: the answers of each example; None without answers.
+        answers: the answers of each example; None if there are no answers.
         change: a function that changes any tensor whose first axis is the example.
     """
     if answers is None:

@@ -83,7 +83,7 @@ def answer_positions(
     Args:
         model: the model.
         clean: the clean texts.
-        corrupted: the corrupted texts; None without corrupted texts.
+        corrupted: the corrupted texts; None if there are no corrupted texts.
 
     Raises:
         ValueError: if a model that reads texts in both directions has no mask token, if a text does
@@ -138,7 +138,7 @@ def require_causal(model: nn.Module, pos: Any) -> None:
 
 
 def _mask_token(language: Any) -> int | None:
-    """Return the token at which a masked language model predicts, or None without a mask token."""
+    """Return the token at which a masked language model predicts, or None if it has none."""
     try:
         return getattr(language, "mask_token", None)
     # A model whose tokenizer files cannot be read still works with `pos=`.

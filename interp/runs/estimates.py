@@ -166,7 +166,7 @@ def _grouped(values: Tensor, dim: int, indices: list[int | slice]) -> Tensor:
 
     Args:
         values: the values.
-        dim: the number of the axis.
+        dim: the index of the axis.
         indices: the places, each a number or a slice.
     """
     members = []

@@ -50,7 +50,7 @@ class Job:
     """An edited run of the batch.
 
     Attributes:
-        index: the number of the run in the sweep.
+        index: the index of the run in the sweep.
         edits: the edited points.
         pos: the first position that the run computes.
         layer: the first block that the run computes.
@@ -182,7 +182,7 @@ def _edit_rows(
         n_copies: the number of copies of the batch.
         batch: the batch.
         calls: the counter of the module's calls.
-        edits: the edits of the module, with the number of the copy and the run of each edit.
+        edits: the edits of the module, each with the index of its copy and its run.
         output: the output of the module.
     """
     point = edits[0][2].point
@@ -288,8 +288,8 @@ def acting(edits: Edits) -> Session:
 def copied(output: Any) -> Any:
     """Return a copy of a tensor, with a second copy for a moment.
 
-    An edit needs the memory of two copies, so this hook takes its place where the peak memory of
-    edited runs is measured.
+    An edit needs the memory of two copies. So this hook is used instead of an edit where the peak
+    memory of edited runs is measured.
     """
     if not isinstance(output, Tensor):
         return output
