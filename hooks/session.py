@@ -247,7 +247,7 @@ def owners(modules: Container[nn.Module]) -> list[Any]:
 
 
 def hooks_disabled(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Return the result of `call`, while no session of this context acts."""
+    """Return the result of `call`, which runs without the hooks of this thread and context."""
     before = _sessions.get()
     # A `with` is not used here, because an interrupt while it begins or ends could leave the hooks
     # disabled.

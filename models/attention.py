@@ -29,7 +29,7 @@ class Attention(QueryKeyValueWeights, Component):
     like the weights of `nn.Linear`; a `Transformer` initialises them by `init`.
 
     The point `scores` is before the mask, so the scores of later keys are not zero.
-    `interp.svd_targets` returns the zero-filled QKᵀ of svd-transformer.md.
+    `interp.svd_targets` returns QKᵀ with zeros instead.
 
     Args:
         config: sizes and choices.

@@ -88,7 +88,7 @@ class TransformerConfig(HintsAtNames):
         init: the initialisation of weights. `normal`: N(0, 0.02²) (model-architecture.md). `gpt2`:
             the same, but 0.02 is divided by sqrt(2 n_layers) for maps that write to the stream.
             `xavier` (Glorot & Bengio 2010) and `kaiming` (He et al. 2015): uniform, with a range
-            from the sizes of each matrix, also for embeddings (svd-transformer.md).
+            from the sizes of each matrix, also for embeddings.
         eos_token_ids: the tokens that end a text. Generation stops there.
 
     Raises:

@@ -368,7 +368,7 @@ def traced_as_constant(function: Callable[..., Result]) -> Callable[..., Result]
 def refuse_unbound(function: Callable[..., Any], args: Any, kwargs: Any, error: TypeError) -> None:
     """Raise an error that names the missing or unknown argument of a call.
 
-    Do nothing if the arguments fit, so that the TypeError comes from inside the function.
+    If the arguments fit, the TypeError was raised inside the function, and nothing is done.
 
     Args:
         function: the function that was called.

@@ -48,7 +48,10 @@ def damage_of(path: str | os.PathLike[str]) -> str:
 
 
 def _damage_of_kind(file: Path, start: bytes, size: int) -> str:
-    """Return the damage of a file of tensors, for the format of its suffix."""
+    """Return a text that describes the damage of a file of tensors, or an empty text.
+
+    The suffix of the file determines the format that is checked.
+    """
     suffix = file.suffix.lower()
     if suffix in _TENSORS:
         return _damage_of_safetensors(file, start, size)

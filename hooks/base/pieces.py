@@ -169,8 +169,8 @@ def reading(piece: Piece) -> AbstractContextManager[None]:
 def piece_read() -> Piece:
     """Return the piece of the innermost open `with` of `reading` or `position_offset`.
 
-    If none is open, the result is a piece that stands for whole texts. The result is the same while
-    a compiler traces a run, because a compiler cannot read the variable that contains the piece.
+    If none is open, the result is a piece that stands for whole texts. While a compiler traces a
+    run, the result is this piece too, because a compiler cannot read the variable of open pieces.
     """
     return _WHOLE if torch.compiler.is_compiling() else _piece.get()
 

@@ -278,7 +278,7 @@ class _Cell:
         """Do nothing, because messages do not overwrite the output."""
 
     def end(self) -> None:
-        """Empty the output, unless the last frame stays."""
+        """Clear the output of the cell, unless the bar stays visible at its end (`stays`)."""
         if self._output is not None and not self._stays:
             self._show("")
 

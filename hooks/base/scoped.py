@@ -47,8 +47,8 @@ class Scoped(Generic[T]):
 class InContext:
     """A state that is active while its `with` is open, in the context that entered the `with`.
 
-    The context holds only a weak reference to the state, so the state disappears with the `with`
-    statement, even if an interrupt prevents its end from running.
+    The context holds only a weak reference to the state. So the state disappears together with the
+    `with` statement, even if Ctrl-C stops the code that ends the `with`.
 
     Attributes:
         is_open: whether the `with` is open. A copy of the context, as in an asynchronous task, may

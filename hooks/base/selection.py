@@ -248,7 +248,7 @@ class Selection:
         return listed
 
     def require_reached(self, size: int, what: str, real: Rows | None = None) -> None:
-        """Check that each negative place lies inside the longest text, at least.
+        """Check that each negative place exists in at least one text: in the longest one.
 
         Use this for a piece of a text. Places outside the piece are no error, because another piece
         may contain them. But no piece contains a place before the start of the text.
@@ -278,7 +278,7 @@ class Selection:
         """Return the selected places of each example as a tensor [batch, n].
 
         The places are counted from the start of the axis, and each example must have the same
-        number of places. A tensor with one row, [1, n], contains the places of all examples.
+        number of places. If all examples have the same places, the tensor has one row, [1, n].
 
         Args:
             size: the axis has the places 0 to `size - 1`.

@@ -1,5 +1,6 @@
-"""Files of tensors and facts, written completely and checked when they are read.
+"""Files of tensors and metadata, which replace an old file only when they are complete.
 
+Files are checked when they are read.
 Files of `torch.save` are read as plain data.
 """
 

@@ -182,9 +182,11 @@ class _Table:
         self._waiting = torch.tensor(targets.features, dtype=torch.long, device=device)
 
     def next_targets(self, batch: int) -> tuple[Targets, Int[Tensor, " target"] | None]:
-        """Return the targets of the next rows, at most `batch` rows, and the row of each target.
+        """Return the targets that the next rows of the table explain, at most `batch` rows.
 
-        None stands for one row for each target.
+        Returns:
+            The targets, and for each target the number of its row, counted from the first of these
+            rows. Targets of one row are added up. The numbers are None if each target has a row.
         """
         if self.n_filled < len(self._targets.logits):
             terms = self._targets.terms.of(self.n_filled, self.n_filled + batch)
@@ -197,8 +199,9 @@ class _Table:
         return self._run.of_features(features), None
 
     def _most_influential(self) -> Int[Tensor, " feature"]:
-        """Return the features without a row that have the most influence according to the filled
-        rows.
+        """Return the features that get the next rows: the features with the most influence.
+
+        The influence is computed from the rows that are filled. Features with a row are left out.
         """
         filled = slice(self.n_filled)
         shares = influence.shares(self.rows[filled])

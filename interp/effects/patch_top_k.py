@@ -201,7 +201,7 @@ def _choice(estimate: Result) -> Choice:
 
 
 def _require_same(is_same: bool) -> None:
-    """Raise an error if an estimate belongs to another model, metric or texts."""
+    """Raise an error if `is_same` is False: the estimate is of another model, metric or texts."""
     if not is_same:
         raise ValueError(
             "estimate must be a whole result of this model, metric and texts; got a different "

@@ -16,8 +16,9 @@
    w (n - 1) / (n - w). This gives the standard error of the jackknife, which leaves out one text
    after another.
 5. Means of numbers between two bounds, and AUROCs, have score intervals, which never exceed the
-   bounds. Both ends m solve |estimate - m| = q √V(m), where V(m) is the variance if m is the true
-   mean (`share_interval`, `auroc_interval`).
+   bounds. Both ends m solve |estimate - m| = q √V(m), where V(m) is the variance of the estimate if
+   m is the true mean, and q is the quantile of the normal distribution, 1.96 for 95%
+   (`share_interval`, `auroc_interval`).
 """
 
 import math

@@ -22,7 +22,8 @@ _MOST_LINKS = 8000
 def circuit(circuit: Any, curve: Any = None) -> View:
     """Draw a circuit, with layers upward and edges by score.
 
-    A slider keeps the strongest edges from input to output.
+    A slider chooses the number of edges. Of the strongest edges, only the edges on a path from the
+    input to the output are drawn.
 
     Solid edges help the metric, and dashed edges harm it. Only connected nodes are drawn.
 

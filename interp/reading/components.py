@@ -51,7 +51,7 @@ class ResidualComponents:
         mask: True at real tokens [batch, pos]; None if all tokens are real.
 
     Raises:
-        CacheError: if the cache is of another model, or has lost an axis.
+        CacheError: if the cache is of another model, or if `at` has removed an axis of its values.
         SelectionError: if the position does not exist, or is padding.
     """
 

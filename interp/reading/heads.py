@@ -224,8 +224,10 @@ def _factors(
     real: Bool[Tensor, "batch pos"],
     span: Index | None,
 ) -> tuple[Shaped[Tensor, "batch query key"], Bool[Tensor, "batch query"]]:
-    """Return the factor of each attention weight in the score, and a mask of the queries with a key
-    of the kind, both on the CPU.
+    """Return the factor by which a score multiplies each attention weight, and a mask of queries.
+
+    The mask is True at queries that have a key of the kind, such as an earlier copy of the token
+    for `induction`. Both are on the CPU.
     """
     require_kind(
         "kind", kind, kind=(str, Tensor), words="a name, or a pattern, a tensor [query, key]"

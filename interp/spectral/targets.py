@@ -22,9 +22,8 @@ from interp.spectral.singular import SVD, randomized_svd, svd
 class SVDTargets:
     """The tensors of a run whose singular values are analysed, detached, with an axis for heads.
 
-    They are the targets of svd-transformer.md, the plan of `examples/studies/svd_stability.py`. The
-    sum of `avwo` over heads, plus the output bias, is `attn_out`, unless a norm follows attention
-    or a hook edits `z` or `attn_out`.
+    `examples/studies/svd_stability.py` uses them. The sum of `avwo` over heads, plus the output
+    bias, is `attn_out`, unless a norm follows attention or a hook edits `z` or `attn_out`.
 
     Attributes:
         qkt: scaled dot products of queries and keys, before any soft cap, zero above the diagonal.

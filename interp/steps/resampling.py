@@ -215,8 +215,8 @@ class _Continued(NamedTuple):
     Attributes:
         tokens: the new tokens.
         text: their text.
-        first: the number of tokens of the rewritten step.
-        last: the number of tokens before the last step.
+        first: the number of new tokens of the first step, which is the rewritten step.
+        last: the number of new tokens before the last step begins.
         rewritten: the text of the rewritten step.
     """
 

@@ -207,7 +207,10 @@ class _Base:
 
 
 class _Last:
-    """A metric that reads only the last position, because the unedited run needs no logits."""
+    """A metric that reads one position, so that the unedited run computes few logits.
+
+    Its number is not used.
+    """
 
     last = 1
 

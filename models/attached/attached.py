@@ -126,7 +126,7 @@ class Attached(ReadsText):
         self.forward = Forward(self.base)
 
     def read_through(self, stacks: Sequence[Stack]) -> None:
-        """Store the first stack as the blocks of the text, and let the model read strings.
+        """Store the blocks of the first stack as `blocks`, and the methods that read strings.
 
         If the first stack reads no tokens, or belongs to an encoder or a decoder, no blocks are
         stored.

@@ -50,7 +50,7 @@ def take_cache() -> Any:
 
 @dataclass(eq=False)
 class CacheGiven(Wire):
-    """A hook before an attention module that stores the cache among its arguments."""
+    """A hook before an attention module: it stores the cache that is among the arguments."""
 
     point: HookPoint
 

@@ -285,7 +285,10 @@ def own_cache(cache: Any) -> Any:
 
 
 def _states(values: list[Any]) -> Iterator[Any]:
-    """Yield the values that a run may pass to another run: objects, and lists of tensors."""
+    """Yield the values that may be a cache, which a later run gets as an argument.
+
+    A cache is an object, such as a `DynamicCache`, or a list of tensors.
+    """
     for value in values:
         is_object = hasattr(value, "__dict__") and not isinstance(value, Tensor | Mapping)
         is_list = isinstance(value, list) and all(isinstance(part, Tensor) for part in value)

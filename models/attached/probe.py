@@ -105,8 +105,8 @@ class ProbeRun:
         attention: how many times each module called an attention function of `transformers`, or
             computed attention in its own code.
         logits: the model's logits.
-        keys: the modules that called an attention function of `transformers`, in order, each with
-            its keys.
+        keys: for each call of an attention function of `transformers`, in order: the module that
+            called it, and the keys that it passed.
         example: the arguments of the run.
         reference: the logits of the same run before the model was changed.
         copied: the function that copies tensors.

@@ -36,8 +36,8 @@ class Form:
     """The patterns of files by which a format is recognized, and the reader of the format.
 
     Attributes:
-        files: the patterns of files. A folder must contain a match of each pattern, or of any
-            pattern if a single file is a whole dictionary.
+        files: the patterns of files. A folder must contain a file for each pattern. If `single` is
+            True, a file for one of the patterns is enough.
         read: the reader.
         single: whether a single file is a whole dictionary. The reader then takes the path of the
             file. Default: False.
