@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks.base import Text, named_spans, shown
+from interp.inputs.offsets import offsets_of
 from interp.inputs.token_positions import is_worded
 from interp.measuring import Metric, WordedMetric
 from interp.pairs.answers import AnswerScore, AnswerTokens, Continuations
@@ -286,12 +287,7 @@ def _tokens_inside(model: nn.Module, tokens: list[int], name: str, part: str) ->
     Raises:
         ValueError: if the part does not occur exactly once in the text.
     """
-    # The string of a token alone may differ from its part of the text. So a token begins where the
-    # string of all tokens before it ends.
-    prefixes = [""]
-    for n in range(1, len(tokens) + 1):
-        prefixes.append(of(model).to_text(tokens[:n]))
-    text = prefixes[-1]
+    text, starts, ends = offsets_of(model, tokens)
     if (count := text.count(part)) != 1:
         raise ValueError(
             f"span {name!r} must occur once in the text; got {part!r} {count} times in "
@@ -299,9 +295,5 @@ def _tokens_inside(model: nn.Module, tokens: list[int], name: str, part: str) ->
         )
     part_start = text.index(part)
     part_end = part_start + len(part)
-    # If the tokens so far contain only some bytes of a character, their string ends with U+FFFD in
-    # its place. The character then starts at the first token with some of its bytes.
-    starts = [len(prefix.rstrip("\ufffd")) for prefix in prefixes[:-1]]
-    ends = [max(len(prefix), 1) for prefix in prefixes[1:]]
     tokens_in_text = enumerate(zip(starts, ends, strict=True))
     return [n for n, (start, end) in tokens_in_text if start < part_end and end > part_start]

@@ -37,11 +37,12 @@ from hooks.base import (
     shows_progress,
     without_gradients,
 )
+from interp.inputs.offsets import offsets_of
 from interp.inputs.texts import padded
 from interp.kinds import require_made
 from interp.protocol import of, runner_of
 from interp.results.result import Result
-from interp.steps.spans import sentence_starts, spans_of_tokens, starts_of_tokens, word_starts
+from interp.steps.spans import sentence_starts, spans_of_tokens, word_starts
 from interp.steps.stepping import Steps
 from interp.steps.writing import Write, text_of, tokens_of, writer
 
@@ -237,7 +238,7 @@ class _Continued(NamedTuple):
         """
         if not tokens:
             return cls([], "", 0, 0, "")
-        offsets = starts_of_tokens(model, tokens)
+        offsets = offsets_of(model, tokens)
         starts = _STARTS[by](offsets.text)
         spans = spans_of_tokens(offsets.starts, starts)
         end = starts[1] if len(starts) > 1 else len(offsets.text)

@@ -1,18 +1,13 @@
 """Spans of a text: the characters at which sentences, words and turns begin, and their tokens.
 
-1. `starts_of_tokens` returns the first character of each token (`Offsets`).
-2. `sentence_starts`, `word_starts` and `part_starts` return the first character of each span.
-3. `spans_of_tokens` assigns each token to the span in which the text of the token begins.
+1. `sentence_starts`, `word_starts` and `part_starts` return the first character of each span.
+2. `spans_of_tokens` assigns each token to the span in which the text of the token begins, which is
+   known from `interp.inputs.offsets`.
 """
 
 import itertools
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
-
-from torch import nn
-
-from interp.protocol import of
 
 # Closing quotes and brackets, which belong to the sentence before them.
 _CLOSING = "\"'\u201d\u2019)\\]»*"
@@ -25,40 +20,6 @@ _ABBREVIATION = re.compile(
     "al|approx|ca|cf|ch|dr|e.g|eqs?|etc|figs?|i.e|inc|jr|ltd|mrs?|ms|prof|resp|sec|sr|st|vol|vs",
     re.IGNORECASE,
 )
-
-
-class Offsets(NamedTuple):
-    """A text, and the first character of each of its tokens.
-
-    Attributes:
-        text: the text.
-        starts: for each token, the number of characters before its text.
-    """
-
-    text: str
-    starts: list[int]
-
-
-def starts_of_tokens(model: nn.Module, tokens: Sequence[int]) -> Offsets:
-    """Return the text of tokens, and the first character of each token.
-
-    A token that continues an incomplete character begins at this character.
-
-    Args:
-        model: the model whose tokenizer writes the text.
-        tokens: the tokens of one text.
-
-    Raises:
-        TypeError: if the model cannot write text.
-        ValueError: if the model has no tokenizer.
-    """
-    write = of(model, "to_text").to_text
-    listed = [*tokens]
-    prefixes = ["", *(write(listed[:n]) for n in range(1, len(listed) + 1))]
-    # If the bytes of a character are incomplete, the text ends with U+FFFD instead of the
-    # character.
-    starts = [len(prefix.rstrip("\ufffd")) for prefix in prefixes[:-1]]
-    return Offsets(prefixes[-1], starts)
 
 
 def sentence_starts(text: str) -> list[int]:

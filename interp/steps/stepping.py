@@ -13,15 +13,14 @@ from torch import nn
 
 from hooks.base import Text, Texts, is_one_text, require_kind, shown, writer_of
 from interp import plots
+from interp.inputs.offsets import Offsets, offsets_of
 from interp.inputs.texts import padded, text_for
 from interp.protocol import of
 from interp.results.result import Result
 from interp.steps.spans import (
-    Offsets,
     part_starts,
     sentence_starts,
     spans_of_tokens,
-    starts_of_tokens,
     word_starts,
 )
 from interp.steps.writing import writer
@@ -112,7 +111,7 @@ class Steps:
             _require_answer(spans, first, len(tokens))
             self.words = [" ".join(map(str, tokens[slice(*span)])) for span in spans]
         else:
-            offsets = starts_of_tokens(model, tokens)
+            offsets = offsets_of(model, tokens)
             spans = _spans(offsets, first, by=by, turns=turns)
             self.words = _words(offsets, spans)
         self.spans = [range(*span) for span in spans]
@@ -166,7 +165,7 @@ def _read(model: nn.Module, prompt: Any, answer: Any) -> _Read:
     """
     if isinstance(prompt, str) and isinstance(answer, str):
         tokens = text_for(model, prompt + answer).listed()[0]
-        offsets = starts_of_tokens(model, tokens)
+        offsets = offsets_of(model, tokens)
         first_character = len(offsets.text) - len(answer)
         if offsets.text.endswith(answer):
             first = sum(start < first_character for start in offsets.starts)

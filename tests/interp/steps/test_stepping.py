@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from interp import Steps
-from interp.steps.spans import sentence_starts, starts_of_tokens
+from interp.inputs.offsets import offsets_of
+from interp.steps.spans import sentence_starts
 from models import CharTokenizer, Transformer, TransformerConfig, chat, load
 from tests.interp.texts import BYTES_OF_EACH_TOKEN
 
@@ -129,7 +130,7 @@ def test_incomplete_characters_belong_to_the_step_where_they_begin():
     assert steps.tokens == [*data]
     assert steps.words == ["é日.", " 😀 is?", " ok"]
     assert [len(span) for span in steps.spans] == [6, 9, 3]
-    offsets = starts_of_tokens(model, [*data])
+    offsets = offsets_of(model, [*data])
     assert offsets.starts[:6] == [0, 0, 1, 1, 1, 2]
 
 
