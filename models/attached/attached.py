@@ -1,5 +1,6 @@
 """The object of an attached model: the parts that analyses use, its texts, and how to detach it."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import cached_property
@@ -112,6 +113,10 @@ class Attached(ReadsText):
         self.needed: dict[str, Any] = {}
         self.base = base_of(model)
         self._parameters = parameters_of(model)
+        # The forward of an adapter's wrapper may pass `*args` on to the model inside.
+        kinds = [part.kind for part in inspect.signature(model.forward).parameters.values()]
+        is_wrapper = self.base is not model
+        self._has_no_names = is_wrapper and inspect.Parameter.VAR_POSITIONAL in kinds[:1]
         # The name of the argument for texts.
         self._reads = "input_ids" if "input_ids" in self._parameters else self._parameters[0]
         self._positions = PaddedPositions(self, "position_ids" in self._parameters)
@@ -219,6 +224,9 @@ class Attached(ReadsText):
         Tensors are moved to the model's device.
         """
         named = self._named(args, kwargs)
+        if self._has_no_names:
+            # With names, a cache knows the tokens of its run.
+            args, kwargs = (), named
         texts = named.get(self._reads)
         if isinstance(texts, Mapping) and "attention_mask" not in named:
             others = {*self._parameters} - {self._reads, "attention_mask"}

@@ -204,7 +204,8 @@ def _require_parts(language: Any) -> None:
             raise _not_found(
                 n, "norms of the inputs of its sublayers, not of the sum with the stream,"
             )
-        if layout.attention is None or layout.attn_out is None:
+        has_points = hasattr(language.model.blocks[n], "attn")
+        if layout.attention is None or layout.attn_out is None or not has_points:
             raise _not_found(
                 n, "attention at points (attn.q, ...) whose output is added (attn_out)"
             )

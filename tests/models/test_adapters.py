@@ -127,3 +127,11 @@ def test_a_bias_of_an_adapter_needs_a_bias_of_the_map():
     model = adapted(made("llama"), target_modules=["o_proj"], lora_bias=True)
     with pytest.raises(ValueError, match=r"o_proj without a bias"):
         from_hf(model)
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
+def test_virtual_tokens_of_a_family_without_a_table_raise_an_error():
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(made("bloom"), config).eval()
+    with attach(model), pytest.raises(ValueError, match="attention at points"):
+        of(model).plain()

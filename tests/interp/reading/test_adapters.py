@@ -101,11 +101,20 @@ def test_the_share_of_an_adapter_is_the_term_that_it_adds(kind):
         torch.testing.assert_close(parts.values.sum(0), stream, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "granite"])
+def test_the_share_after_a_norm_and_with_a_factor(kind):
+    check_shares(kind)
+
+
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("kind", FAMILIES)
-@torch.no_grad()
+@pytest.mark.parametrize("kind", sorted(FAMILIES.keys() - {"gemma2", "granite"}))
 def test_the_share_in_each_family(kind):
-    """Also after a norm of the output, times a factor, and in parallel blocks."""
+    check_shares(kind)
+
+
+@torch.no_grad()
+def check_shares(kind):
+    """Compare the shares in all blocks of a model with the recorded terms of its adapters."""
     model = adapted(made_float32(kind))
     attached = attach(model)
     blocks = attached.blocks
@@ -129,7 +138,7 @@ def test_the_share_in_each_family(kind):
 
 
 def along_direct_paths(norm):
-    """Let gradients pass a norm only as through a constant scale."""
+    """Change a norm so that its scale has no gradient."""
     old = norm.forward
 
     def forward(x):
@@ -273,7 +282,9 @@ def test_an_adapter_with_a_bias():
 @torch.no_grad()
 def test_a_score_of_attention_has_adapters_among_its_sources():
     """The function checks that all pairs of sources add up to the score."""
-    model = adapted(made("gpt2"), task_type="CAUSAL_LM")
+    # Without task_type, the wrapper of peft has no names for its arguments. The cache must still
+    # know the tokens.
+    model = adapted(made("gpt2"))
     attach(model)
     _, cache = run_with_cache(model, TOKENS[:1], lazy=True)
     pairs = attention_attribution(model, cache, (2, 1), k=400)
