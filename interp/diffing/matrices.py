@@ -29,6 +29,7 @@ from interp.diffing.promoted import logits_of_directions
 from interp.diffing.twins import TwoModels
 from interp.results.result import Result
 from interp.spectral import effective_rank, randomized_svd, svd
+from interp.spectral.factored import FactoredMatrix
 
 # The number of tokens of the text that finds the writers, and of printed tokens.
 _SHORT = 8
@@ -67,7 +68,8 @@ class MatrixChange:
         relative: the Frobenius norm of the change, divided by the norm of the weight of the base.
         effective_rank: the effective rank of the change (`spectral.effective_rank`); 0 without a
             change.
-        random_rank: the effective rank of a random matrix with the same shape.
+        random_rank: the effective rank of a random matrix with the same shape and, for an adapter,
+            the same rank.
         s: the singular values of the change, descending; empty without a change. For an adapter,
             the values beyond its rank are left out, because they are 0.
         u, vh: the first singular directions, in columns and rows.
@@ -341,7 +343,7 @@ class _Decomposer:
         self.top = top
         self.n_tokens = n_tokens
         self.seed = seed
-        self._random_ranks: dict[tuple[int, int], float] = {}
+        self._random_ranks: dict[tuple[int, ...], float] = {}
         self._random_strength: float | None = None
 
     def change(self, name: str, tuned: Weight, base: Weight, writer: bool | None) -> MatrixChange:
@@ -374,7 +376,7 @@ class _Decomposer:
             shape=shape,
             relative=relative,
             effective_rank=float(effective_rank(decomposition.s)),
-            random_rank=self._random_rank(matrix),
+            random_rank=self._random_rank(matrix.shape, len(decomposition.s)),
             s=decomposition.s.cpu(),
             u=u.cpu(),
             vh=vh.cpu(),
@@ -406,13 +408,24 @@ class _Decomposer:
             random_strength=self._random_strength,
         )
 
-    def _random_rank(self, matrix: Float[Tensor, "rows columns"]) -> float:
-        """Return the effective rank of a random matrix of the same shape."""
-        shape = matrix.shape[0], matrix.shape[1]
-        if shape not in self._random_ranks:
-            random = torch.randn(shape, generator=generator(self.seed, *shape), dtype=torch.float64)
-            self._random_ranks[shape] = float(effective_rank(svd(random).s))
-        return self._random_ranks[shape]
+    def _random_rank(self, shape: torch.Size, rank: int) -> float:
+        """Return the effective rank of a random matrix.
+
+        Args:
+            shape: the shape of the matrix, [rows, columns].
+            rank: its rank.
+        """
+        key = (*shape, rank)
+        if key not in self._random_ranks:
+            draws = generator(self.seed, *key)
+            if rank == min(shape):
+                values = svd(torch.randn(shape, generator=draws)).s
+            else:
+                read = torch.randn(rank, shape[1], generator=draws)
+                written = torch.randn(shape[0], rank, generator=draws)
+                values = FactoredMatrix(written, read).svd().s
+            self._random_ranks[key] = float(effective_rank(values))
+        return self._random_ranks[key]
 
 
 @torch.no_grad()

@@ -65,6 +65,9 @@ def test_predictions_streams_and_weights_equal_the_forward_of_transformers(name)
         assert change.kl.values[length:, n].isnan().all()
     layers = {n: m for n, m in twin.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer)}
     assert len(change.weights.changed) == len(layers) == 4
+    # The adapter adds no names.
+    of_base = [key for key, _ in made(name).named_parameters()]
+    assert sorted(weight.name for weight in change.weights.changes) == sorted(of_base)
     for name_of_layer, layer in layers.items():
         found = change.weights[f"{name_of_layer.removeprefix('base_model.model.')}.weight"]
         added = 3 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
@@ -75,6 +78,7 @@ def test_predictions_streams_and_weights_equal_the_forward_of_transformers(name)
         shares = s / s.sum()
         rank = torch.exp(-(shares * shares.log()).sum()).item()
         assert found.effective_rank == pytest.approx(rank, rel=1e-4)
+        assert 1.5 < found.random_rank <= 2
 
 
 def test_two_models_and_one_model_with_an_adapter_are_compared_alike():

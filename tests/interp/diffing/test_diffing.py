@@ -143,6 +143,16 @@ def test_controls_read_the_next_text(tuned, base):
             torch.testing.assert_close(found, sizes.float(), atol=1e-5, rtol=1e-4)
 
 
+def test_a_control_exists_where_both_texts_have_a_token(tuned, base):
+    texts = ["def f(x)", "Ret", "if x >"]
+    change = compare_models(tuned, base, texts)
+    for results in change.controls.values():
+        for name, result in results.items():
+            lengths = [8, 3, 6] if name == "random" else [3, 3, 6]
+            known = ~result.values.isnan()
+            assert known.sum(-2).tolist() in (lengths, [lengths] * 4)
+
+
 def test_the_random_control_moves_the_last_stream_by_the_size_of_the_difference(base):
     """With an unembedding that returns the stream itself, the divergence shows the size."""
     sizes = dict(vocab_size=6, n_ctx=7, n_layers=1, n_heads=1, d_model=6, d_mlp=5)
@@ -311,6 +321,18 @@ def test_the_lens_reads_the_mean_difference_of_early_tokens(change, tuned, base)
         assert lens.rank(piece)[0, 0] == order.index(tuned.to_id(piece))
     assert lens.top(3)[0].tolist() == order[:3]
     assert lens.view().html()
+
+
+def test_first_tokens_of_a_model_that_sees_later_tokens():
+    """The whole text is read, and only its first values count."""
+    sizes = dict(vocab_size=11, n_ctx=13, n_layers=2, n_heads=2, d_model=6, d_mlp=5)
+    base = Transformer(TransformerConfig(**sizes, causal=False)).eval()
+    tuned = scaled(base, ["blocks.0.mlp.output.weight"], 30.0)
+    tokens = torch.randint(11, (3, 7))
+    vector = compare_models(tuned, base, tokens).difference(layer=1, first=2)[1]
+    name = "blocks.1.resid_post"
+    ours, theirs = (HookedRunner(m).capture(tokens, names=name)[name] for m in (tuned, base))
+    torch.testing.assert_close(vector, (ours - theirs)[:, :2].mean((0, 1)))
 
 
 def test_shuffled_exchanges_the_models_in_half_of_the_texts(tuned, base):
