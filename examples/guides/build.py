@@ -63,7 +63,7 @@ def local_model(page: str) -> Iterator[None]:
         yield
 
 
-IN_KERNEL = f"import sys; sys.path.append({str(GUIDES)!r}); import build"
+IN_KERNEL = f"import sys; sys.path.insert(0, {str(GUIDES)!r}); import build"
 IN_KERNEL += "; local_model = build.local_model(build.MODEL); local_model.__enter__()"
 
 

@@ -9,16 +9,17 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from hooks import ActivationCache, HookedRunner
-from hooks.base import Text, Texts, each_text, progress_of, require_integer, require_kind, shown
+from hooks.base import Text, Texts, each_text, progress_of, require_integer, require_kind
 from interp.diffing.adapters import adapter_off, require_adapter
 from interp.inputs.texts import padded, text_for
 from interp.protocol import n_logits, of, require_points, runner_of
+from interp.runs.models import require_same_points, require_same_tokens
 
 # The sizes that the configs of both models must share, if both configs have them.
 _SIZES = ("vocab_size", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_head", "d_mlp")
@@ -93,11 +94,7 @@ class TwoModels:
             if getattr(of(self.base), "tokenizer", None) is None:
                 continue
             (base_row,) = text_for(self.base, text).listed()
-            if row != base_row:
-                raise ValueError(
-                    "both models must read the same tokens; got "
-                    f"{_first_difference(row, base_row)} in text {number}, {shown(text)}"
-                )
+            require_same_tokens([row], [base_row], number)
         if not rows:
             raise ValueError("texts must contain at least one text; got no text")
         return rows
@@ -149,17 +146,7 @@ def require_same(tuned: HookedRunner, base: HookedRunner) -> None:
     for name, size, other in _sizes_of(tuned.model, base.model):
         if size != other:
             raise ValueError(f"both models must have the same {name}; got {size} and {other}")
-    for name in [*tuned.points, *base.points]:
-        if name not in tuned.points or name not in base.points:
-            owner = "tuned" if name in tuned.points else "base"
-            raise ValueError(
-                f"both models must have the same points; got {name}, which only {owner} has"
-            )
-        axes, other_axes = tuned.points[name].axes, base.points[name].axes
-        if axes != other_axes:
-            raise ValueError(
-                f"both models must have the same axes at {name}; got {axes} and {other_axes}"
-            )
+    require_same_points(tuned, base, "base")
 
 
 def _sizes_of(tuned: nn.Module, base: nn.Module) -> Iterator[tuple[str, Any, Any]]:
@@ -171,11 +158,3 @@ def _sizes_of(tuned: nn.Module, base: nn.Module) -> Iterator[tuple[str, Any, Any
         if hasattr(config, name) and hasattr(other, name):
             yield name, getattr(config, name), getattr(other, name)
     yield "number of logits", n_logits(tuned), n_logits(base)
-
-
-def _first_difference(row: list[int], other: list[int]) -> str:
-    """Return the first position where two lists of tokens differ, with both tokens."""
-    for pos, (token, other_token) in enumerate(zip_longest(row, other)):
-        if token != other_token:
-            return f"token {token} and {other_token} at position {pos}"
-    raise AssertionError("the lists of tokens are equal")

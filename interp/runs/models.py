@@ -2,10 +2,12 @@
 
 1. Both models run the clean texts, so the user may not choose a direction of patching
    (`require_no_direction`).
-2. Both models have the same points, with the same axes, and read the texts as the same tokens
-   (`source_of`). Sizes are compared when the values are used.
+2. Both models have the same points, with the same axes (`require_same_points`), and read the texts
+   as the same tokens (`require_same_tokens`). Sizes are compared when the values are used.
 """
 
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from torch import nn
@@ -52,28 +54,54 @@ def source_of(source: nn.Module, runner: HookedRunner, texts: Any, text: Text) -
             "edit=edits.replace(cache))"
         )
     source_runner = runner_of(source)
-    rule = "source must be a model with the same points"
-    for name, point in runner.points.items():
-        if name not in source_runner.points:
-            raise ValueError(f"{rule}; got a model without {name}")
-        if source_runner.points[name].axes != point.axes:
-            got = " ".join(source_runner.points[name].axes)
-            axes = " ".join(point.axes)
-            raise ValueError(f"{rule}; got axes [{got}] at {name}; need [{axes}]")
-    more = [name for name in source_runner.points if name not in runner.points]
-    if more:
-        raise ValueError(f"{rule}; got a model with another point, {more[0]}")
+    require_same_points(runner, source_runner, "source")
     if not is_batch(texts):
-        _require_same_tokens(text, text_for(source, texts))
+        require_same_tokens(text.listed(), text_for(source, texts).listed())
     return source_runner
 
 
-def _require_same_tokens(ours: Text, theirs: Text) -> None:
-    """Check that two models read texts as the same tokens."""
-    for number, pair in enumerate(zip(ours.listed(), theirs.listed(), strict=True)):
-        if pair[0] != pair[1]:
-            raise ValueError(
-                "both models must read the texts as the same tokens; got "
-                f"{len(pair[0])} and {len(pair[1])} tokens, or other tokens, for text {number}: "
-                "pass tokens that are right for both models"
-            )
+def require_same_points(runner: HookedRunner, other: HookedRunner, name: str) -> None:
+    """Check that two models have the same points with the same axes.
+
+    Args:
+        runner: the runner of the first model.
+        other: the runner of the second model.
+        name: the name of the second model in the error.
+
+    Raises:
+        ValueError: if a point is missing in one of the models or has other axes. The error names
+            the first difference.
+    """
+    rule = f"{name} must be a model with the same points"
+    for point_name, point in runner.points.items():
+        if point_name not in other.points:
+            raise ValueError(f"{rule}; got a model without {point_name}")
+        if other.points[point_name].axes != point.axes:
+            got = " ".join(other.points[point_name].axes)
+            axes = " ".join(point.axes)
+            raise ValueError(f"{rule}; got axes [{got}] at {point_name}; need [{axes}]")
+    more = [point_name for point_name in other.points if point_name not in runner.points]
+    if more:
+        raise ValueError(f"{rule}; got a model with another point, {more[0]}")
+
+
+def require_same_tokens(
+    ours: Sequence[list[int]], theirs: Sequence[list[int]], first: int = 0
+) -> None:
+    """Check that two models read texts as the same tokens.
+
+    Args:
+        ours, theirs: the tokens of each text.
+        first: the number of the first text, for the error.
+
+    Raises:
+        ValueError: if they do not. The error names the first difference.
+    """
+    for number, (row, other) in enumerate(zip(ours, theirs, strict=True), first):
+        for pos, (token, other_token) in enumerate(zip_longest(row, other)):
+            if token != other_token:
+                raise ValueError(
+                    "both models must read the texts as the same tokens; got token "
+                    f"{token} and {other_token} at position {pos} of text {number}: pass tokens "
+                    "that are right for both models"
+                )

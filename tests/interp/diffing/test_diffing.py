@@ -453,8 +453,8 @@ def test_the_first_difference_is_named(base, tuned):
         "n_heads.*2 and 3": dict(n_heads=3),
         "vocab_size.*11 and 12": dict(vocab_size=12),
         "n_layers.*3 and 2": dict(n_layers=2),
-        "blocks.0.resid_mid, which only tuned": dict(parallel=True),
-        "pos_embed, which only tuned": dict(positions="none"),
+        "base.*without blocks.0.resid_mid": dict(parallel=True),
+        "base.*without pos_embed": dict(positions="none"),
     }
     for message, changes in cases.items():
         with pytest.raises(ValueError, match=message):
@@ -476,7 +476,7 @@ def test_the_first_difference_is_named(base, tuned):
 def test_tokenizers_must_agree_on_the_texts(base, tuned):
     other = copy.deepcopy(tuned)
     other.tokenizer = CharTokenizer(base.tokenizer.characters[::-1])
-    with pytest.raises(ValueError, match=r"token \d+ and \d+ at position 0 in text 0"):
+    with pytest.raises(ValueError, match=r"token \d+ and \d+ at position 0 of text 0"):
         compare_models(tuned, other, TEXTS)
     # Tokens need no tokenizer.
     compare_models(tuned, other, [[3, 1, 4]])
