@@ -277,6 +277,26 @@ class Crosscoder(plots.Shown, nn.Module):
         a, b = lengths[index], lengths[against]
         return (1 + ((a - b) / torch.maximum(a, b)).nan_to_num()) / 2
 
+    def cosines(
+        self, member: str | int, other: str | int | None = None
+    ) -> Float[Tensor, " feature"]:
+        """Return the cosine of each feature's decoder rows in two members.
+
+        A small cosine shows a feature with the same cause and another effect, which relative norms
+        do not show. The cosine is 0 if a row is zero.
+
+        Args:
+            member: a member.
+            other: the other member. Default: the other one of two members.
+
+        Raises:
+            ValueError: if there are several other members, and `other` is not given.
+        """
+        index = self.index(member)
+        against = self.other(index) if other is None else self.index(other)
+        rows = self.W_dec.float()
+        return nn.functional.cosine_similarity(rows[index], rows[against], dim=1)
+
     def other(self, member: str | int) -> int:
         """Return the index of the other one of two members.
 

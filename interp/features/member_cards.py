@@ -33,7 +33,7 @@ def crosscoder_cards(
         models: the model of each member, in the order of `crosscoder.names` or by name; one model
             if the members are its layers.
         crosscoder: the crosscoder.
-        texts: the texts. They are read once by each model.
+        texts: the texts. Each model reads them once.
         features: the indices of the features.
         member: the model whose decoder, unembedding and tokenizer are used.
         point: the point that all members read. Default: the points in the files.

@@ -2,8 +2,8 @@
 2025, arXiv 2504.02922).
 
 A crosscoder can give a feature of both models a decoder row of zeros in one model. There are two
-reasons, and relative decoder norms show neither. The other model may contain the feature in its
-error (complete shrinkage), or other features may write it there (latent decoupling).
+possible reasons, which relative decoder norms do not show. The other model may contain the feature
+in its error (complete shrinkage), or other features may write it there (latent decoupling).
 
 1. Take the decoder row d of a feature in the model that it seems to belong to.
 2. For each model, find the factor beta for which `beta * feature * d` explains a target best, by
@@ -146,8 +146,8 @@ def latent_scaling(
 
     Args:
         crosscoder: the crosscoder.
-        values: batches of values of all members. `member_values` reads them from models; two stores
-            of the same texts give them too. They are read once.
+        values: batches of values of all members. They come from `member_values`, or from two
+            stores of the same texts. They are read once.
         member: the model whose features are wanted, such as `tuned`.
         other: the other model. Default: the other one of two members.
         progress: whether to show a progress bar after two seconds. Default: True.

@@ -270,6 +270,16 @@ def test_relative_norms_are_the_formula():
         random_crosscoder(members=3).relative_norms(0)
 
 
+def test_cosines_are_the_formula():
+    made = random_crosscoder(members=3)
+    rows = made.W_dec.numpy()
+    lengths = np.linalg.norm(rows, axis=2)
+    wanted = (rows[2] * rows[0]).sum(1) / (lengths[2] * lengths[0])
+    assert_close(made.cosines(2, 0).double(), torch.from_numpy(wanted), rtol=0, atol=1e-6)
+    two = random_crosscoder()
+    assert_close(two.cosines("model 1"), two.cosines(0, 1))
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_weights_that_do_not_fit_are_refused():
     zeros = torch.zeros
