@@ -449,6 +449,14 @@ class MemberDictionary(Dictionary):
             )
         return pre + self.others
 
+    @property
+    def offset(self) -> Float[Tensor, " feature"]:
+        """Raise an error, because the offset is different at each token."""
+        raise ValueError(
+            "a dictionary of a crosscoder has no single offset, because its features also read the "
+            "values of other members"
+        )
+
     def _with(self, **changes: Any) -> Dictionary:
         """Raise an error, because a changed dictionary would lose the values of other members."""
         raise ValueError(

@@ -175,6 +175,19 @@ def load_crosscoder(
         UnknownNameError: if the format is unknown.
         ValueError: if a field or a tensor is missing or unknown, or the path contains another kind
             of dictionary.
+
+    >>> import tempfile
+    >>> from torch import ones, zeros
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> weights = {"encoder.weight": ones(2, 3, 5), "encoder.bias": zeros(5)}
+    >>> weights |= {"decoder.weight": ones(2, 5, 3), "decoder.bias": zeros(2, 3)}
+    >>> torch.save(weights, folder / "ae.pt")
+    >>> _ = (folder / "config.json").write_text('{"trainer": {"dict_class": "CrossCoder"}}')
+    >>> load_crosscoder(folder, names=["base", "tuned"], point="blocks.2.resid_post")
+    Crosscoder(
+      5 features of base, tuned (d_model 3), at blocks.2.resid_post
+      (activation): ReLU()
+    )
     """
     _require_arguments(path, dtype)
     name, read, source = _recognised(_local(path), format, CROSSCODERS)

@@ -7,6 +7,7 @@ from interp.features.cards import FeatureCards, Row, cards_of, require_features,
 from interp.features.crosscoder import Crosscoder
 from interp.features.members import Models, models_of, runs
 from interp.inputs.copies import unseen
+from interp.kinds import require_made
 
 
 @shows_progress
@@ -66,6 +67,7 @@ def crosscoder_cards(
     >>> [(card.index, card.n_tokens) for card in cards]
     [(0, 18), (5, 18)]
     """
+    require_made("crosscoder", crosscoder, Crosscoder)
     index = crosscoder.index(member)
     require_integer("k", k)
     require_features(features, crosscoder.n_features)

@@ -15,6 +15,7 @@ from hooks.base import Index, Text, Texts, each_text, require_module, to_device
 from interp.features.crosscoder import Crosscoder
 from interp.features.places import point_at
 from interp.inputs.texts import batches
+from interp.kinds import require_made
 from interp.protocol import runner_of
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -90,6 +91,7 @@ def runs(
         ValueError: if there are no texts, a point is unknown, or two models read the texts as
             different tokens.
     """
+    require_made("crosscoder", crosscoder, Crosscoder)
     of_member = models_of(models, crosscoder)
     runners = {id(model): runner_of(model) for model in of_member}
     points: dict[int, list[str]] = {key: [] for key in runners}

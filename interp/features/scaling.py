@@ -24,6 +24,7 @@ from torch import Tensor
 from hooks.base import require_choice, require_integer, shows_progress, without_gradients
 from interp import plots
 from interp.features.crosscoder import Crosscoder
+from interp.kinds import require_made
 from interp.plots import objects
 
 TARGETS = ("error", "reconstruction")
@@ -171,6 +172,7 @@ def latent_scaling(
     >>> same.relative_norm, same.nu("error")[1], same.belongs()
     (tensor([0.5000, 1.0000]), tensor(1.), tensor([False, False]))
     """
+    require_made("crosscoder", crosscoder, Crosscoder)
     index = crosscoder.index(member)
     against = crosscoder.other(index) if other is None else crosscoder.index(other)
     members = (index, against)

@@ -112,7 +112,13 @@ REFUSED = {
     "architecture": (GEMMA, {"architecture": "topk"}, {}, (), "'topk'"),
     "skip": (GEMMA, {"affine_connection": True}, {}, (), "affine_connection"),
     "skip tensor": (GEMMA, {}, {"affine_skip_connection": torch.ones(6, 6)}, (), "affine_skip"),
-    "layers": (GEMMA, {"hf_hook_point_in": "model.layers.{1,4}.output"}, {}, (), "{1,4}"),
+    "layers": (
+        GEMMA,
+        {f"hf_hook_point_{end}": "model.layers.{1,4}.output" for end in ("in", "out")},
+        {},
+        (),
+        "2 layers",
+    ),
     "points": (GEMMA, {"hf_hook_point_out": "model.layers.{1,4,7}.output"}, {}, (), "{1,4,7}"),
     "decoder": (GEMMA, {}, {"w_dec": torch.ones(4, 2, 6)}, (), "w_dec of params_layer_0"),
 }
@@ -129,8 +135,9 @@ def test_a_file_that_means_something_else_is_refused(case, tmp_path):
 
 
 def test_features_of_each_member_are_refused(tmp_path):
-    copy = changed(HUB, tmp_path, {}, {"code_normalization_id": torch.tensor(5)}, ())
-    with pytest.raises(ValueError, match="DECOUPLED"):
+    decoupled = {"code_normalization": "DECOUPLED"}
+    copy = changed(HUB, tmp_path, decoupled, {"code_normalization_id": torch.tensor(5)}, ())
+    with pytest.raises(ValueError, match="not supported; got DECOUPLED"):
         load_crosscoder(copy)
 
 
@@ -239,6 +246,8 @@ def test_values_of_other_texts_are_an_error(models):
         crosscoder.dictionary("model 2", {})
     with pytest.raises(ValueError, match="cannot be changed"):
         of_member.with_unit_decoder()
+    with pytest.raises(ValueError, match="no single offset"):
+        _ = of_member.offset
 
 
 def test_layers_of_one_model(models):

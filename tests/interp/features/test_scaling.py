@@ -7,7 +7,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from hooks import HookedRunner
-from interp.features import Crosscoder, latent_scaling, member_values
+from interp.features import Crosscoder, crosscoder_cards, latent_scaling, member_values
 from interp.features import scaling as scaling_module
 from tests.interp.features.crosscoders import FEATURES, POINT, D, random_crosscoder, two_models
 
@@ -97,6 +97,9 @@ def test_features_of_one_model_are_separated_from_artifacts():
     assert_close(made.nu("reconstruction")[:4], torch.tensor([1.0, 0, 0, 1]))
     assert made.nu("error")[4:].isnan().all()
     assert made.belongs().tolist() == [False, True, False, False, False, False]
+    assert not made.belongs(norm=1.0).any()
+    assert made.belongs(error=1.1).tolist() == [False, True, True, False, False, False]
+    assert made.belongs(reconstruction=1.1).tolist() == [False, True, False, True, False, False]
     assert made.top(2) == [(1, 1.0), (2, 1.0)]
     assert made.top(9, by="error") == [(1, 0.0), (3, 0.0), (2, 1.0)]
     assert made.top(9, by="reconstruction") == [(1, 0.0), (2, 0.0), (3, 1.0)]
@@ -173,6 +176,18 @@ def test_models_must_fit_the_members_and_read_the_same_tokens():
         model.to_tokens = lambda text, shift=shift: _tokens(text, shift)
     with pytest.raises(ValueError, match="same tokens.*text 0"):
         next(member_values(models, crosscoder, ["ab", "c"]))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_another_object_than_a_crosscoder_is_an_error_with_the_call():
+    models, crosscoder = two_models(), random_crosscoder()
+    for call in (
+        lambda: latent_scaling([random_values()], crosscoder, 0),
+        lambda: next(member_values(crosscoder, models, TEXTS)),
+        lambda: crosscoder_cards(crosscoder, models, TEXTS, [0], 0),
+    ):
+        with pytest.raises(TypeError, match=r"must be a Crosscoder.*load_crosscoder"):
+            call()
 
 
 def _tokens(text, shift):
