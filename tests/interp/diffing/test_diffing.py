@@ -15,6 +15,8 @@ from hooks import HookedRunner, ModeError, UnknownNameError
 from interp import compare_models, edits
 from models import CharTokenizer, Transformer, TransformerConfig
 from tests.attachable import MODELS, TOKENS, made
+from tests.pretended import DEVICE, SECOND, Devices, split
+from tests.reference import some_tokens, variant
 from tests.shipped import pydoc
 
 TEXTS = ["def f(x):", "Return the value of", "import os, sys", "class A", "for k in range(9):"]
@@ -181,6 +183,27 @@ def test_a_single_text_has_words_and_no_control_of_other_texts(tuned, base):
     assert change.controls["kl"]["shuffled"].values.isnan().all()
     assert change.controls["stream"]["other texts"].values.isnan().all()
     assert change.lens(1).rows == ("difference", "random 0", "random 1", "random 2")
+
+
+@pytest.mark.parametrize("places", [(DEVICE, SECOND), (SECOND, "cpu"), ("cpu", DEVICE)])
+def test_models_on_two_devices_are_compared_as_on_one(places):
+    """The streams and weights of the base are copied; two models are never on one device."""
+    base = variant("pre").float()
+    tuned = scaled(base, ["blocks.0.mlp.output.weight"])
+    tokens = some_tokens()
+    expected = compare_models(tuned, base, tokens)
+    lens, weights = expected.lens(-1), expected.weights
+    with Devices():
+        there, other = copy.deepcopy(tuned), copy.deepcopy(base)
+        for model, place in zip((there, other), places, strict=True):
+            if place != "cpu":
+                split(model, place)
+        found = compare_models(there, other, tokens)
+        for ours, theirs in ((found.kl, expected.kl), (found.stream, expected.stream)):
+            torch.testing.assert_close(ours.values, theirs.values, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(found.lens(-1).vectors, lens.vectors, atol=1e-6, rtol=1e-5)
+        assert found.weights.changed == weights.changed
+        assert found.weights.changes[0].relative == pytest.approx(weights.changes[0].relative)
 
 
 # Weights

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.xdist_group("smollm2"),
     pytest.mark.filterwarnings("ignore:.is_gradient"),  # peft causes this warning
 ]
-SENTENCES = Path(__file__).parents[3] / "examples" / "guides" / "volcanoes.txt"
+SENTENCES = Path(__file__).with_name("volcanoes.txt")
 WORDS = [" volcano", " lava", " magma", " eruption", " crater", " ash"]
 UNRELATED = [
     "My sister bought a new bicycle last week.",
