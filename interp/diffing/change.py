@@ -69,8 +69,9 @@ class ModelChange(plots.Shown):
         controls: by `kl` and `stream`, the same numbers for controls. `other texts`: the base on
             the next text, in place of the tuned model. `shuffled`: the tuned model on the next
             text. `random`, for `kl`: the base with a random direction of the size of the
-            difference, added to its last stream. (A random direction of this size has the same
-            number in `stream`.) The next text is read at the same position.
+            difference, added to its last stream; NaN if the model has no `unembed`. (A random
+            direction of this size has the same number in `stream`.) The next text is read at the
+            same position.
 
     """
 
@@ -116,6 +117,7 @@ class ModelChange(plots.Shown):
 
         Raises:
             ValueError: if the layer does not exist, or `first` is below 1.
+            TypeError: if the model has no `unembed`.
         """
         means = means_of(
             self._models,
@@ -236,7 +238,7 @@ def compare_models(
         ValueError: if names, axes or sizes of the models differ (the error names the first
             difference), if their tokenizers return different tokens for a text, or if `base` is
             None and the model has no adapter that can be switched off.
-        TypeError: if a model has no hook points or no `unembed`.
+        TypeError: if a model has no hook points.
         ModeError: if a model is in training mode.
 
     >>> import copy

@@ -26,6 +26,7 @@ from hooks.shared import Session, hooks_disabled, names_by_layer
 from interp import plots
 from interp.diffing.adapters import adapter_layers
 from interp.diffing.promoted import logits_of_directions
+from interp.diffing.streams import has_unembed
 from interp.diffing.twins import TwoModels
 from interp.results.result import Result
 from interp.spectral import effective_rank, randomized_svd, svd
@@ -74,7 +75,7 @@ class MatrixChange:
             the values beyond its rank are left out, because they are 0.
         u, vh: the first singular directions, in columns and rows.
         writes: the first directions that the matrix writes to the stream; None if its output is not
-            added to the stream itself.
+            added to the stream itself, or the model has no `unembed`.
         tokens: by direction, the tokens that it promotes (end 0) and that its opposite promotes
             (end 1), as texts, or as numbers without a tokenizer; empty if `writes` is None.
         strength: by direction and end, the largest logit minus the mean logit.
@@ -381,7 +382,9 @@ class _Decomposer:
             u=u.cpu(),
             vh=vh.cpu(),
         )
-        return found if writer is None else self._with_tokens(found, u.mT if writer else vh)
+        if writer is None or not has_unembed(self.models.tuned):
+            return found
+        return self._with_tokens(found, u.mT if writer else vh)
 
     def _with_tokens(
         self, change: MatrixChange, directions: Float[Tensor, "top d_model"]

@@ -14,7 +14,7 @@ the base. A third control, `random`, adds a random direction of the size of the 
 last stream of the base.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from hooks.base import Text, generator, to_device
 from hooks.shared import names_by_layer
 from interp.diffing.twins import Batch, TwoModels
 from interp.numbers.precision import divergence
-from interp.protocol import n_logits, of
+from interp.protocol import logits_of, n_logits, of
 from interp.results.result import Result
 
 # The largest number of logits of one model that are computed together: 32 MiB in float32.
@@ -60,11 +60,8 @@ def stream_change(
 
     Raises:
         UnknownNameError: if the models have no `resid_post`.
-        TypeError: if the models have no `unembed`.
     """
     names = names_by_layer("resid_post", models.runner.points)
-    of(models.tuned, "unembed", "config")
-    of(models.base, "unembed", "config")
     n_pos = max(map(len, rows))
     shape = len(names), n_pos, len(rows)
     stream = {name: torch.full(shape, torch.nan) for name in ("difference", *_CONTROLS[1:])}
@@ -164,13 +161,19 @@ def _divergences(
     direction = direction / direction.norm(dim=-1, keepdim=True)
     moved = base + direction * to_device(size, base.device).to(base.dtype)
     n_columns = max(1, _LOGITS_AT_ONCE // (len(tuned) * n_logits(models.tuned)))
+    ours_at = _log_probs(models.tuned, part.tuned, tuned)
+    with models.as_base():
+        theirs_at = _log_probs(models.base, part.base, base)
+        random_at = theirs_at
+        if has_unembed(models.base):
+            random_at = _log_probs(models.base, part.base, moved)
     parts: list[dict[str, Tensor]] = []
     for start in range(0, tuned.shape[1], n_columns):
         columns = slice(start, start + n_columns)
-        ours = _log_probs(models.tuned, tuned[:, columns])
+        ours = ours_at(columns)
         with models.as_base():
-            theirs = _log_probs(models.base, base[:, columns]).to(ours.device)
-            random = _log_probs(models.base, moved[:, columns]).to(ours.device)
+            theirs = theirs_at(columns).to(ours.device)
+            random = random_at(columns).to(ours.device)
         parts.append(
             {
                 "difference": divergence(ours, theirs),
@@ -179,12 +182,36 @@ def _divergences(
                 "shuffled": divergence(ours.roll(-1, 0), theirs),
             }
         )
-    return {kind: torch.cat([piece[kind] for piece in parts], 1) for kind in parts[0]}
+    joined = {kind: torch.cat([piece[kind] for piece in parts], 1) for kind in parts[0]}
+    if not has_unembed(models.base):
+        joined["random"] = torch.full_like(joined["random"], torch.nan)
+    return joined
 
 
 def _log_probs(
-    model: nn.Module, resid: Float[Tensor, "batch pos d_model"]
-) -> Float[Tensor, "batch pos vocab"]:
-    """Return the log-probabilities of the next tokens, in float64."""
-    logits: Tensor = of(model).unembed(resid)
-    return logits.double().log_softmax(-1)
+    model: nn.Module, text: Text, resid: Float[Tensor, "batch pos d_model"]
+) -> Callable[[slice], Float[Tensor, "batch _pos vocab"]]:
+    """Return a function that returns the log-probabilities at some columns, in float64.
+
+    They are computed from the last stream. If a model has no `unembed`, the model runs once more,
+    and its logits are used.
+
+    Args:
+        model: the model.
+        text: the texts.
+        resid: the last stream.
+    """
+    if has_unembed(model):
+        unembed = of(model).unembed
+        return lambda columns: unembed(resid[:, columns]).double().log_softmax(-1)
+    logits = logits_of(model(text.tokens, **text.arguments(model)))
+    return lambda columns: logits[:, columns].double().log_softmax(-1)
+
+
+def has_unembed(model: nn.Module) -> bool:
+    """Return whether a model can compute logits from a stream."""
+    try:
+        of(model, "unembed")
+    except TypeError:
+        return False
+    return True

@@ -395,6 +395,23 @@ def test_a_difference_is_a_direction_that_separates_the_models(change, tuned, ba
     torch.testing.assert_close(moved.mean(0), means["tuned"], atol=1e-5, rtol=1e-3)
 
 
+def test_a_model_without_unembed_is_compared_by_its_logits():
+    """The steps between the last stream and the logits of NanoChat are not found."""
+    from models import attach
+
+    base = made("nanochat")
+    tuned = scaled(base, ["model.layers.1.mlp.fc2.weight"])
+    logits = [model(TOKENS).logits.double().log_softmax(-1).detach() for model in (tuned, base)]
+    attach(base), attach(tuned)
+    change = compare_models(tuned, base, TOKENS)
+    kl = (logits[0].exp() * (logits[0] - logits[1])).sum(-1).mT
+    torch.testing.assert_close(change.kl.values.double(), kl, atol=1e-6, rtol=1e-4)
+    assert change.controls["kl"]["random"].values.isnan().all()
+    assert change.weights.changed == ["model.layers.1.mlp.fc2.weight"]
+    with pytest.raises(TypeError, match="unembed"):
+        change.lens(1)
+
+
 # Checkpoints
 
 
@@ -452,6 +469,13 @@ def test_one_page_contains_texts_streams_and_spectra(change):
     assert sorted(parts[4]["series"]) == sorted(MLP)
     html = change.view().html()
     assert "KL(tuned" in html
+
+
+def test_the_plot_is_a_heat_map_of_layers_and_positions(change):
+    pytest.importorskip("matplotlib", reason="needs the extra plots")
+    (image,) = change.plot().axes[0].get_images()
+    expected = change.stream.values.nanmean(-1).numpy()
+    np.testing.assert_allclose(np.asarray(image.get_array()), expected, rtol=1e-6)
 
 
 def test_a_change_is_saved_as_a_page(change, tmp_path):
