@@ -196,7 +196,8 @@ def _new_word_or_rest(language: Any, text: str, answer: str) -> AnswerTokens:
         return plain
     # An answer that occurs in the text as a word is probably meant as this word again, and not as
     # the rest of the last word.
-    is_word_of_text = re.search(rf"\b{re.escape(answer)}\b", text)
+    is_word = answer[:1].isalnum() and len(spaced) == 1
+    is_word_of_text = is_word and re.search(rf"\b{re.escape(answer)}\b", text)
     is_only_spaced = len(spaced) == 1 and len(plain) > 1
     if is_word_of_text or is_only_spaced or plain == spaced:
         return spaced

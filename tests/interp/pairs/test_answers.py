@@ -607,3 +607,19 @@ def test_steering_raises_the_score_of_a_whole_answer(model):
         score(shipped, read, tokens, changes) for changes in ({}, {"blocks.1.resid_post": moved})
     ]
     assert float(curve.score.values[1, 0]) == pytest.approx(float(totals[1] - totals[0]), abs=1e-4)
+
+
+def test_a_space_is_added_only_to_a_word_of_one_token():
+    """A right and a wrong answer of one form are read in one way, also if one is in the text."""
+    model = load("pydoc-4l")
+    prompt, other = (f"part ZQXJ-KV8{digit} is sold out; ask for ZQXJ" for digit in "14")
+    read = Pairs(prompt, other, ("-KV81", "-KV84")).read_by(model)
+    expected = tuple(tuple(model.encoded(answer)) for answer in ("-KV81", "-KV84"))
+    assert read.continuations.tokens == (expected,)
+    assert repr(read.metric) == "log_prob('-KV81') - log_prob('-KV84')"
+    tokens, answer = model.encoded(prompt), model.encoded("-KV81")
+    base = sweep(model, prompt, [{"blocks.0.mlp_out": edits.zero()}], log_prob("-KV81")).base
+    assert float(base) == pytest.approx(float(score(model, tokens, answer)), abs=1e-3)
+    # A word of the text of several tokens may be a new word or the rest of "ZQXJ".
+    with pytest.raises(ValueError, match="new word or the rest of a word.*'part'"):
+        Pairs(prompt, other, ("part", "sold")).read_by(model)
