@@ -453,9 +453,11 @@ def _writers(models: TwoModels, row: list[int]) -> dict[nn.Module, bool]:
             if _matrix_of(module) is not None:
                 session.before(module, partial(_keep_input, reads, module))
                 session.look(module, partial(_keep_output, outputs, module))
-        cache = models.base_runner.capture(
+        # `capture` would stop at the last point, which may be the output of a module, before the
+        # hook after this module.
+        cache = models.base_runner.run_with_cache(
             batch.base.tokens, names=names, **batch.base.arguments(models.base)
-        )
+        )[1]
     added = torch.stack([_unit(cache[name]) for name in names])
     writers = {}
     for module, output in outputs.items():
