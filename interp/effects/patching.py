@@ -209,9 +209,11 @@ def _check_edit(edit: object, direction: PatchingDirection) -> None:
 def _check_edits(entries: Sequence[Hooks]) -> None:
     """Check that the edits of a sweep are a list of mappings or pairs."""
     if isinstance(entries, Mapping):
-        raise TypeError(
-            "edits must be a list with an entry for each run; got one mapping; write [edits]"
-        )
+        parts = entries.values()
+        got, form = "one mapping", "[edits]"
+        if any(isinstance(part, Mapping) for part in parts):
+            got, form = "a mapping of names to runs", "[*edits.values()]"
+        raise TypeError(f"edits must be a list with an entry for each run; got {got}; write {form}")
     if callable(entries) or not isinstance(entries, Sequence):
         rule = (
             "edits must be a list with an entry for each run, such as [{'blocks.0.attn.z': "

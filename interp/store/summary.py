@@ -22,7 +22,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from hooks import Point
-from hooks.base import Words, require_integer, storage
+from hooks.base import Words, require_integer, storage, unknown_name
 from interp.edits.draws import keys_of
 from interp.numbers.moments import Moments
 from interp.numbers.ranks import largest_rows
@@ -276,8 +276,11 @@ class StatisticsByPoint(dict[str, Statistics]):
         """Return the mean at a point.
 
         Raises:
-            KeyError: if there are no statistics of the point.
+            UnknownNameError: if there are no statistics of the point. The error contains close
+                matches.
         """
+        if point.name not in self:
+            raise unknown_name(point.name, self, "point of these statistics")
         return self[point.name].mean
 
     vector_at = mean_at
