@@ -28,8 +28,8 @@ from interp.numbers.precision import divergence
 from interp.protocol import logits_of, n_logits, of
 from interp.results.result import Result
 
-# The largest number of logits of one model that are computed together: 32 MiB in float32.
-_LOGITS_AT_ONCE = 2**23
+# The largest number of logits of one model that are computed together: 16 MiB in float64.
+_LOGITS_AT_ONCE = 2**21
 _CONTROLS = ("random", "other texts", "shuffled")
 
 

@@ -129,6 +129,17 @@ def test_batches_and_padding_change_no_number(change, tuned, base, batch):
     torch.testing.assert_close(lens.vectors[0], other_lens.vectors[0], atol=1e-5, rtol=1e-4)
 
 
+def test_logits_of_few_positions_at_a_time_change_no_number(change, tuned, base, monkeypatch):
+    monkeypatch.setattr("interp.diffing.streams._LOGITS_AT_ONCE", 3 * 103 * 4)
+    other = compare_models(tuned, base, TEXTS, batch=3)
+    pairs = [(other.kl, change.kl)]
+    pairs += [
+        (other.controls["kl"][name], result) for name, result in change.controls["kl"].items()
+    ]
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours.values, theirs.values, atol=1e-5, rtol=1e-4, equal_nan=True)
+
+
 def test_controls_read_the_next_text(tuned, base):
     texts = ["def f(x)", "Return a", "if x > 0"]  # of the same length, so nothing is padded
     change = compare_models(tuned, base, texts)
