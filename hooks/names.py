@@ -96,10 +96,11 @@ def _matching(
         raise UnknownNameError(f"no hook point is named {part!r}; did you mean mode={part!r}?")
     error = unknown_point(part, points or known, "hook point")
     plain = unknown_name(part, (), "hook point").args
-    if error.args == plain and not error.close_matches:
+    is_short = "." not in part.removeprefix("*.")
+    if is_short and error.args == plain and not error.close_matches:
         # A short name, such as "patern", is far from whole names, and may be close to a last part.
         ends = dict.fromkeys(f"*.{name.rpartition('.')[2]}" for name in points or known)
-        error = UnknownNameError(plain[0], f"*.{part.rpartition('.')[2]}", ends)
+        error = UnknownNameError(plain[0], f"*.{part.removeprefix('*.')}", ends)
     if error.args == plain and not error.close_matches:
         error.args = (f"{error.args[0]} (HookedRunner(model).table() lists all names)",)
     raise error

@@ -66,7 +66,7 @@ def test_what_is_no_model_is_told_so(model, cache):
     ):
         with pytest.raises(TypeError, match="ActivationCache.*cache comes after"):
             swapped()
-    with pytest.raises(TypeError, match="got a ActivationCache"):
+    with pytest.raises(TypeError, match="got an ActivationCache"):
         plots.patterns(cache, model)
 
 

@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import Point
-from hooks.base import Texts, require_choice, shows_progress, warn, without_gradients
+from hooks.base import Texts, require_choice, shows_progress, to_device, warn, without_gradients
 from interp.effects.edge_scores import EdgeScores, ScoredPoints, changed_positions
 from interp.graph import Graph
 from interp.measuring import Metric, per_example
@@ -147,10 +147,10 @@ def edge_attribution(
         source=source_values,
         source_graph=source_graph,
         base=start.values,
-        device=runs.target.device,
+        device=base.device,
     )
     scored = PathScores(edge_scores.of_all(start))
-    difference = runs.target - base
+    difference = to_device(runs.target, base.device) - base
     if method == "eap":
         warn_of_flat(start)
     # Free the autograd graph of the first run before the runs along paths.

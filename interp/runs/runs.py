@@ -156,7 +156,6 @@ class Runs:
     def source(self, names: Iterable[str]) -> ActivationCache:
         """Return values at some points of the source run, and set `target`."""
         self.target, cache = self._measured(self.source_runner, self.other, names)
-        self.target = to_device(self.target, self.text.tokens.device)
         return cache
 
     @without_gradients
@@ -173,7 +172,7 @@ class Runs:
         output, cache = runner.run_with_cache(text.tokens, names=[*names], **arguments)
         if self.source_model is not None and not self.rows.has_metric:
             # Analyses run the source model first, so these logits are the logits of the source.
-            reference = to_device(logits_of(output), text.tokens.device)
+            reference = logits_of(output)
             mask = text.of_logits.attention_mask
             self.rows = self.rows.measured_by(kl_divergence(reference, None, attention_mask=mask))
         return measure(self.metric, logits_of(output), text.of_logits.attention_mask), cache
@@ -222,7 +221,7 @@ class Runs:
             self.per_example(values),
             axes=(*labels, "example"),
             base=self.per_example(base),
-            target=None if target is None else self.per_example(target),
+            target=None if target is None else to_device(self.per_example(target), base.device),
             labels=labels,
             unit=getattr(self.metric, "unit", ""),
             about=facts | about,

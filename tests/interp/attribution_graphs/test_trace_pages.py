@@ -56,7 +56,7 @@ def test_an_answer_of_several_tokens_has_a_target_for_each_token_and_their_sum()
         assert node.probability == pytest.approx(float(logits[pos].softmax(0)[token]), rel=1e-4)
     torch.testing.assert_close(graph.rows[n], graph.rows[:n].sum(0), rtol=1e-4, atol=1e-5)
     # The rows of single targets in graphs of the prefixes.
-    for number, pos in enumerate(positions):
+    for number, pos in [(0, positions[0]), (n - 1, positions[-1])]:
         prefix = attribution_graph(
             model, tokens[:, : pos + 1], transcoders, targets=[answer[number]]
         )
@@ -333,7 +333,11 @@ def test_the_command_writes_the_page_and_the_file(graph, pruned, tmp_path, capsy
     assert [
         node["clerp"].split('"')[1] for node in data["nodes"] if node["feature_type"] == "logit"
     ] == ["8"]
-    for wrong in (["--target", "xy"], ["--nodes", "2"], ["--transcoders", "pydoc-4l/resid_post"]):
+    for wrong in (
+        ["--target", "x", "--target", "xy"],
+        ["--nodes", "2"],
+        ["--transcoders", "pydoc-4l/resid_post"],
+    ):
         assert main(["trace", "--prompt", TEXT, *wrong]) == 1
         assert len(capsys.readouterr().err.splitlines()) == 1
 

