@@ -209,7 +209,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize(("name", "kind", "side"), CASES)
 def test_a_batch_of_unequal_texts_gives_what_each_gives_alone(name, kind, side):
     model, function = model_of(kind), READ[name]
@@ -264,7 +264,7 @@ CUTS = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", ["learned", "rotary", "attached gpt2"])
@@ -434,7 +434,7 @@ def pattern_edits(after):
 PLACES = {"all": {}, "last query": {"query": -1}, "a slice of keys": {"key": slice(0, None)}}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", ["learned", "rotary", "attached gpt2"])

@@ -34,7 +34,7 @@ def test_a_gpu_is_at_hand():
         pytest.skip("PyTorch finds no CUDA device: the tests of this folder ran on the CPU only")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
@@ -57,7 +57,7 @@ def test_logits(where, kind, dtype, mask):
     assert (sums - 1).abs().max() < TOLERANCE[dtype]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("pos", [37, 129, 257, 513])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kind", ["gpt2", "gemma", "odd heads"])
@@ -75,7 +75,7 @@ def test_long_texts_of_odd_lengths(where, kind, dtype, pos):
     assert cache["pattern", -1].triu(1).count_nonzero() == 0
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"]
 )
@@ -112,7 +112,7 @@ def test_autocast(where, kind):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_without_keys_leave_gradients_finite(where, kind, dtype):

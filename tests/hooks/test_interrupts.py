@@ -99,7 +99,7 @@ CALLS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 # An interrupted generator causes this warning.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("unchecked")

@@ -18,7 +18,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_equals_a_real_run_to_the_byte(runner, tokens, options):
     _, cache = runner.run_with_cache(tokens, **options)

@@ -85,7 +85,7 @@ def test_values_are_theirs_by_name_or_by_the_formula(name):
         torch.testing.assert_close(value, expected, atol=1e-5, rtol=1e-5, msg=f"{name} {point}")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted({*lens.names()} - REFUSED))
 def test_every_point_of_theirs_has_a_row(name):
     theirs, model, cache = loaded(name)

@@ -102,7 +102,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_every_form_of_model_has_a_report(form):
     sizes = dict(vocab_size=29, n_ctx=37, n_layers=2, n_heads=3, d_model=15)

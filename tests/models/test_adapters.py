@@ -13,7 +13,11 @@ from models import attach, from_hf  # noqa: E402
 from tests.models.attached.kinds import TOKENS, made  # noqa: E402
 
 # `peft` warns that it sets fan_in_fan_out for GPT-2, and about an old name of transformers.
-pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:.is_gradient")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:.is_gradient"),
+    # Other cases run with --full.
+    pytest.mark.sampled(3),
+]
 
 WEIGHTS = ["W_Q", "W_K", "W_V", "W_O", "W_in", "W_out", "W_U"]
 

@@ -211,7 +211,7 @@ def test_gradients_of_the_function(mask):
 # --- attention in a model, and every point, compared with tests.reference
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_point_matches_the_reference(name):
     model, tokens = variant(name), some_tokens()
@@ -259,7 +259,7 @@ SOME = ["pre", "post", "like llama", "like gemma 2", "like olmo 2", "window", "q
 WITH_MASKS = [(name, mask) for name in SOME for mask in ("padding", "4-D")]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("name", "mask"), [(name, "none") for name in VARIANTS] + WITH_MASKS)
 def test_explicit_and_fused_agree_in_values_and_gradients(name, mask):
     """Test every option with masks in which some queries see no key."""
@@ -297,7 +297,7 @@ def test_gradients_of_the_model_are_finite_differences(name):
     assert along == pytest.approx(slope, rel=1e-6)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FORMS | {"like llama": {}, "embed_norm": {}, "logit_cap": {}})
 def test_every_point_lies_on_the_compute_path(name):
     model, tokens = variant(name), some_tokens(shape=(2, 5))

@@ -44,7 +44,7 @@ def moves(name, layers, cache, *places):
     return found
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "name", ["pre", "like llama", "like gemma 2", "window of one layer", "sinusoidal"]
 )
@@ -114,7 +114,7 @@ def test_what_is_read_of_all_layers_is_where_the_first_is(devices):
     assert there.W_Q.device == there.b_out.device == cache.stack("z").device == SECOND
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.filterwarnings("ignore:.* should add up")
 @pytest.mark.parametrize("analysis", ANALYSES.values(), ids=ANALYSES)
 def test_an_analysis_gives_the_numbers_of_one_device(devices, analysis):
@@ -131,7 +131,7 @@ OF_POINTS = ["attribution", "logit lens", "heads"]
 OF_WEIGHTS = ["edges", "paths to logits", "logits", "why, from a cache on the CPU"]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(
     ("kind", "names"),
     [

@@ -62,7 +62,7 @@ def block(request, monkeypatch):
         monkeypatch.setattr(module, "BLOCK", request.param)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.usefixtures("block")
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("mask", MASKS)
@@ -84,7 +84,7 @@ def test_blocks_match_the_equations(name, mask, hooks):
         )
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.usefixtures("block")
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("mask", MASKS)

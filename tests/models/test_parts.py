@@ -21,7 +21,7 @@ ALONE = [*FORMS, "attn_cap", "gated", "window of one layer", "attn_scale by laye
 MASKED = [("pre", MASK), ("pre", MASK[None]), ("window", MASK.expand(5, 6, -1, -1))]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("name", "mask"), [(name, None) for name in ALONE] + MASKED)
 def test_parts_compute_what_their_config_says(name, mask):
     """A module that is built from a config returns the same numbers as inside a model."""

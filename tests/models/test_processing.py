@@ -60,7 +60,7 @@ def array(value):
     return value.detach().numpy()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("form", "dtype"),
     [*((f, torch.float64) for f in FORMS), *((f, torch.float32) for f in SEVERAL)],

@@ -45,7 +45,7 @@ def refused(model, *said):
     assert all(part in str(caught.value) for part in said), str(caught.value)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("form", FORMS)
 def test_sound_models_pass(form):
     assert verify(built(torch.float32, **FORMS[form])) is None

@@ -90,7 +90,8 @@ def test_logits_of_unequal_texts(ours, theirs):
         assert torch.equal(ours(alone)[0], wanted)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["text", "chat"])
 def test_greedy_text(ours, theirs, kind):
     text = GIVING if kind == "text" else chat(ours, CHAT, add_generation_prompt=True)
@@ -197,6 +198,7 @@ def test_a_stream_is_put_into_another_run(ours, theirs):
             assert abs(effects.values[row, pos, 0] - effect) < 1e-4
 
 
+@pytest.mark.full
 def test_keys_of_induction_heads_are_made_by_a_head_that_looks_at_the_previous_token(ours):
     tokens = repeated_tokens(2000, 24, batch=3, seed=1) + 1000
     _, cache = run_with_cache(ours, tokens)

@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
 
 # All tests with the vocabularies run in one process, which unpacks them once.
 @pytest.mark.xdist_group("vocabularies")
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_every_line_is_as_llama_cpp_has_it(name, folder):
     path = folder / f"ggml-vocab-{name}.gguf"

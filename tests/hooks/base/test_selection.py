@@ -45,7 +45,7 @@ def listed(form, row, columns):
     return columns[form]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_negative_positions_count_from_the_last_real_token(mask, form):

@@ -66,7 +66,7 @@ CAPPED = ROTARY | dict(n_heads=2, window=3, attn_cap=2.0, qk_norm="head")
 PADDED = torch.arange(7) >= torch.tensor([0, 2, 5, 6])[:, None]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("changes", [{}, ROTARY, CAPPED])
 @pytest.mark.parametrize(
     "mask", [{}, {"attention_mask": PADDED}, {"query_key_mask": torch.ones(7, 7).tril()}]

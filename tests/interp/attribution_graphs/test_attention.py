@@ -87,7 +87,7 @@ def slope(model, cache, dictionaries, name, vector, reads, directions, held):
     ).detach()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("form", "more"), CASES)
 def test_effects_by_attention_are_slopes_of_a_run_with_norms_held(form, more):
     model = made(form, more)
@@ -166,7 +166,7 @@ def test_targets_in_parts_equal_all_targets_together(monkeypatch):
     torch.testing.assert_close(parts.by_attention, graph.by_attention, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("form", ["rms", "both ways", "window", "parallel"])
 @pytest.mark.parametrize("against", [None, 0, "mean"])
 def test_pairs_by_paths_add_up_like_pairs_by_writers(form, against):

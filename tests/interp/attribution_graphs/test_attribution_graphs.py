@@ -89,7 +89,7 @@ CASES = [(form, "layer") for form in FORMS] + [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("form", "kind"), CASES)
 def test_rows_add_up_and_equal_changes_of_a_frozen_run(form, kind):
     model = model_of(form)
@@ -367,7 +367,7 @@ def test_predictions_are_exact_with_the_rest_frozen():
     torch.testing.assert_close(result.true[:2], change.detach(), rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("kind", [*KINDS, *KNOWN])
 def test_attached_models_have_the_graph_of_their_parts(kind, monkeypatch):
     if kind in FOREIGN:  # from_hf does not support some fields of these tiny configs

@@ -326,7 +326,7 @@ sys.meta_path.insert(0, Presses)
 """
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("module", ["hooks", "torch.nn", "interp.cli.common", "models"])
 def test_ctrl_c_during_imports_gives_no_traceback(here, monkeypatch, module):
     (here / "sitecustomize.py").write_text(PRESSING.format(module))

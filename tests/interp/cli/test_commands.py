@@ -52,7 +52,7 @@ def refused(capsys, *arguments):
     return err.splitlines()[-1]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "name", ["points", "lens", "patch", "features", "trace", "generate", "harvest"]
 )

@@ -19,6 +19,9 @@ from tests.pretended import DEVICE, SECOND, Devices, split
 from tests.reference import some_tokens, variant
 from tests.shipped import pydoc
 
+# Other cases run with --full.
+pytestmark = pytest.mark.sampled(3)
+
 TEXTS = ["def f(x):", "Return the value of", "import os, sys", "class A", "for k in range(9):"]
 # The matrices of the MLP in block 2 of pydoc-4l.
 MLP = ["blocks.2.mlp.input.weight", "blocks.2.mlp.output.weight"]
@@ -301,7 +304,7 @@ def test_writers_are_found_in_models_of_transformers(name, writing):
     assert all(change.writes.shape[1] == size for change in writers)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_changed_matrix_of_twins_ranks_first(name):
     from models import attach

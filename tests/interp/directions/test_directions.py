@@ -115,7 +115,7 @@ POSITIONS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("pos", POSITIONS.values(), ids=POSITIONS)
 def test_padding_is_not_an_example_for_any_form_of_positions(model, pos):
     name, runner = "blocks.1.resid_post", HookedRunner(model)

@@ -130,7 +130,7 @@ def drawn_change(rng, name, cache):
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(150))
 def test_equals_numpy(wide, texts, source, seed):
     rng = random.Random(seed)

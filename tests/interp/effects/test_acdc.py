@@ -45,7 +45,7 @@ def written_out(model, pairs, threshold, pos=-1):
     return left, added
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "pos"), [("pre", -1), ("pre", None), ("parallel", -1)])
 def test_acdc_is_the_loop_written_out(name, pos):
     model = variant(name, n_layers=2, n_heads=2).double()

@@ -58,7 +58,7 @@ def name_of(site, layer):
     return f"blocks.{layer}.{'attn.' if SITES[site][1:] != 'pm' else ''}{site}"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("form", "mask"),
     [
@@ -197,7 +197,7 @@ def live_tensors():
     return sum(type(kept) is torch.Tensor for kept in gc.get_objects())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.filterwarnings("ignore:.* should add up")
 @pytest.mark.parametrize(
     ("analysis", "options"),

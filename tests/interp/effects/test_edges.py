@@ -48,7 +48,7 @@ def by_masks(model, real=REAL, texts=(BASE, TARGET)):
     return found[nodes.allowed].transpose(1, 2)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("form", FORMS)
 def test_an_edge_is_the_derivative_of_a_masked_run(form):
     model, real = made(**FORMS[form]), PADDED.get(form, REAL)

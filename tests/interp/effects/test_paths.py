@@ -38,7 +38,7 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("form", FORMS)
 def test_each_edge_is_a_run_with_this_edge_alone(form):
     model, pairs = made(**FORMS[form]), Pairs(CLEAN, OTHER, attention_mask=LEFT, metric=answer)
@@ -124,7 +124,7 @@ RECEIVERS = [
 ]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("mlps", ["recomputed", "frozen"])
 @pytest.mark.parametrize("receivers", RECEIVERS, ids=" ".join)
 @pytest.mark.parametrize("form", ["pre", "sandwich", "sandwich rms"])

@@ -76,7 +76,7 @@ CASES = {
 
 
 @torch.no_grad()
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", CASES)
 def test_patches_match_raw_hooks(name):
     prefix, differs = CASES[name]

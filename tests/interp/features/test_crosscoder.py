@@ -17,6 +17,9 @@ from interp.features import Crosscoder, JumpReLU
 from tests.interp.features.crosscoders import FEATURES, POINT, random_crosscoder, two_models
 from tests.interp.features.fixtures import FIXTURES, changed
 
+# Other cases run with --full.
+pytestmark = pytest.mark.sampled(2)
+
 FOLDERS = sorted(FIXTURES.glob("crosscoder_*"))
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 TEXTS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])

@@ -91,7 +91,7 @@ def dictionary(size, **about):
 PLACES = json.loads(Path(__file__).with_name("places.json").read_text())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("family", PLACES)
 def test_a_name_is_the_point_with_its_value(family, models):
     theirs, *forms = models(family)

@@ -92,7 +92,7 @@ def test_changes_of_patterns_equal_derivatives(form):
 
 
 @torch.no_grad()
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("kind", [*KINDS, *KNOWN])
 def test_maps_of_attached_models_with_constant_scales_of_norms(kind, monkeypatch):
     """A change of the projections that does not change the scale of the norm moves queries and keys

@@ -35,6 +35,9 @@ from models import attach, load
 from tests.interp.effects.by_hand import changed, close
 from tests.reference import LAYERS, variant
 
+# Other cases run with --full.
+pytestmark = pytest.mark.sampled(2)
+
 # The prompts have 5, 3 and 4 tokens. A corrupted prompt differs from its clean prompt in one or two
 # tokens and has the same length. The answers have 1 to 4 tokens.
 CLEAN = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8]]

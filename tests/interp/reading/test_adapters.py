@@ -19,7 +19,11 @@ from tests.attachable import made as made_float32  # noqa: E402
 from tests.models.attached.kinds import TOKENS, made  # noqa: E402
 
 # `peft` warns that it sets fan_in_fan_out for GPT-2, and about tied weights.
-pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:.is_gradient")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:.is_gradient"),
+    # Other cases run with --full.
+    pytest.mark.sampled(4),
+]
 
 # The output maps of attention and the MLP in each block, from the block on.
 OUTPUTS = {
@@ -106,7 +110,7 @@ def test_the_share_after_a_norm_and_with_a_factor(kind):
     check_shares(kind)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", sorted(FAMILIES.keys() - {"gemma2", "granite"}))
 def test_the_share_in_each_family(kind):
     check_shares(kind)

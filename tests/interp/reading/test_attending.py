@@ -164,7 +164,7 @@ def test_padding_changes_no_number(side):
         attention_attribution(model, cached(model, padded, attention_mask=mask), (1, 4), -5)
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("kind", [*KINDS, *KNOWN])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_of_attached_models_with_padding(kind, dtype, monkeypatch):

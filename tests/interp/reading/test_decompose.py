@@ -102,7 +102,7 @@ def close(found, expected, config, size=None):
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance(config) * float(size))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", SUMS)
 def test_parts_match_numpy_and_add_up(name):
     model = variant(name)
@@ -157,7 +157,7 @@ FAMILIES = ("gpt2", "gpt_bigcode", "gpt_neox", "gpt_neox sequential", "llama", "
 FAMILIES += ("qwen3", "olmo2 biased", "gemma2 uncapped", "opt")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("row", FAMILIES)
 def test_parts_add_up_to_the_logits_of_transformers(row, tmp_path):
     pytest.importorskip("transformers")
@@ -212,7 +212,7 @@ WIDTHS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("n_layers", [12, 24])
 @pytest.mark.parametrize("family", WIDTHS)
 def test_deep_runs_in_bfloat16_are_right(family, n_layers):

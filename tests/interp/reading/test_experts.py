@@ -54,7 +54,7 @@ def test_experts_that_read_vectors_times_their_weights():
     agree(parts.values.sum(0), cache[f"blocks.{LAYERS - 1}.resid_post"])
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("kind", SUMS)
 def test_each_expert_adds_the_output_of_its_own_call(kind):
     model = made(kind)
@@ -81,7 +81,7 @@ def test_each_expert_adds_the_output_of_its_own_call(kind):
         agree(total, logits[:, -1, 5], tolerance=1e-4)
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("kind", KINDS)
 def test_patches_of_weights_match_raw_hooks(kind):
     model = made(kind)

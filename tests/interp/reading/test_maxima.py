@@ -35,7 +35,7 @@ KINDS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("k", "batch"), [(1, 3), (5, 2), (11, 16), (99, 4)])
 def test_the_largest_of_all_places(model, kind, k, batch):

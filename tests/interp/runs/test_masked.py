@@ -20,7 +20,7 @@ def drawn(*shape):
     return torch.rand(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("by_pos", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_masked_runs_equal_a_stream_for_every_reader(form, by_pos):
@@ -37,7 +37,7 @@ def test_masked_runs_equal_a_stream_for_every_reader(form, by_pos):
     torch.testing.assert_close(found[real], expected[real], rtol=0, atol=1e-10 * size)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_masked_is_the_text_and_everything_masked_the_source(form):
     model = made(**FORMS[form])

@@ -86,7 +86,7 @@ def sites_of(model):
 EVERY = slice(None)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("form", "mask"), [(f, list(MASKS)[i % 3]) for i, f in enumerate(FORMS)])
 def test_patching_every_site_equals_whole_runs(form, mask):
     model, mask = variant(form), MASKS[mask]
@@ -199,7 +199,7 @@ METRICS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(14))
 def test_random_sweeps_equal_whole_runs(seed):
     draw = random.Random(seed)
@@ -229,7 +229,7 @@ def draw_pairs(**options):
     return Pairs(some_tokens(1), some_tokens(2), torch.stack([RIGHT, WRONG], 1), **options)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("site", "over", "options", "index"),
     [

@@ -68,7 +68,7 @@ def scales(cache, name, like):
     return cache[name] if name in cache else torch.ones_like(like[..., :1])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kind", "changes"), FOLDED)
 def test_folded_circuits_match_a_run(kind, changes):
     model = unbiased(kind, **changes)

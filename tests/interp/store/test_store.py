@@ -477,7 +477,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("change", OTHERS, ids=lambda change: "-".join(change))
 @pytest.mark.parametrize("place", ["disk", "memory://lost"])
 def test_a_lost_manifest_lets_no_other_adopt_the_files(place, change, tmp_path):
@@ -783,7 +783,7 @@ def large(texts, number):
     return model.float(), texts
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("place", ["disk", "memory://large"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, None])
 @pytest.mark.parametrize("jobs", [1, 2])

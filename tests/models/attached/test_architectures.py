@@ -192,7 +192,7 @@ def plan(w):
 JOBS = [names, edits, capture, gradients, lazy, generate, plan]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
 @pytest.mark.parametrize("name", ARCHITECTURES)

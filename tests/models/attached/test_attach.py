@@ -246,7 +246,7 @@ def gains(model, norm):
     return getattr(block, first if norm == "blocks.1.ln1" else second)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("norm", ["blocks.1.ln1", "blocks.1.ln2", "ln_final"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma3"])
 def test_twice_the_scale_is_half_the_gain(kind, norm):

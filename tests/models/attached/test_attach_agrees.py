@@ -59,7 +59,7 @@ def check(w, table):
 SITES = {"resid_pre": "pos", "z": "head", "pattern": "head", "v": "head", "mlp_out": "pos"}
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("site", SITES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_patching(name, site):
@@ -89,7 +89,7 @@ def test_weights(name):
             close(reading(w.model, fold), theirs, f"{what} with {fold=}")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
 def test_readings(name):

@@ -42,7 +42,7 @@ def metric(logits):
 PAIRS = Pairs(CLEAN, OTHER, metric=metric)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_whole_circuit_is_the_text_and_an_empty_one_the_other(kind):
     model = made(kind)
@@ -58,7 +58,7 @@ def test_a_whole_circuit_is_the_text_and_an_empty_one_the_other(kind):
         assert any(f"a1.h{HEADS - 1}<q>" in edge for edge in nodes.edges)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("kind", KNOWN)
 def test_families_that_are_known_have_the_graph_of_their_plain_model(kind, monkeypatch):
     model = made(kind)

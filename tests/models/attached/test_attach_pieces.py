@@ -28,7 +28,7 @@ def padded(rows, width):
     return tokens, mask
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("name", attachable.MODELS)
 @torch.no_grad()
 def test_left_padding_changes_no_number_of_any_architecture(name):
@@ -116,7 +116,7 @@ def test_edits_of_generation_count_from_the_start_of_the_text_without_keys(state
         assert torch.equal(written[:, : pos + 1], plain[:, : pos + 1])
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("pos", [-1, slice(-1, None), [-2, -1], slice(5, None), 7])
 @pytest.mark.parametrize("name", ["llama", "mpt", "gemma3_text", "phi"])
 @torch.no_grad()
@@ -328,7 +328,7 @@ def test_a_cache_of_a_padded_generation_knows_its_texts():
 KNOCKED = ["gpt2", "llama", "gemma2", "bloom", "gpt_neox", "gpt_oss", "qwen2", "falcon"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", KNOCKED)
 @torch.no_grad()

@@ -61,7 +61,7 @@ def other(kind, dtype=torch.float32):
     return maker(maker.config_class(**sizes)).eval().to(dtype)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "kind",
@@ -103,7 +103,7 @@ def in_half(name, dtype):
     return attachable.made(name, config=transformers.CONFIG_MAPPING[name](**sizes)).to(dtype)
 
 
-@pytest.mark.sampled(32)
+@pytest.mark.sampled(64)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", attachable.MODELS)
 def test_every_architecture_has_the_points_of_single_precision_in_half(name, dtype):
@@ -183,7 +183,7 @@ WIDE = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("kind", "dtype"), [*zip(WIDE, [torch.bfloat16, torch.float16] * 4, strict=True)]
 )
@@ -513,7 +513,7 @@ UNUSUAL = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_patches_of_unusual_architectures_match_hooks(name, rows):
@@ -879,7 +879,7 @@ GENERATIONS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 @pytest.mark.parametrize("how", GENERATIONS)
@@ -1030,7 +1030,7 @@ def blocks_in(model):
     return max(lists, key=lambda part: sum(weight.numel() for weight in part.parameters()))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.filterwarnings("ignore:.is_gradient", "ignore:fan_in_fan_out")  # peft causes them
 @pytest.mark.parametrize(
     "chosen", [*pairwise(SETTINGS)], ids=lambda chosen: "-".join(map(str, chosen.values()))

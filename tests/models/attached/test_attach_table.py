@@ -415,7 +415,7 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize("name, job", cases, ids=lambda part: getattr(part, "__name__", part))
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @torch.no_grad()
 def test_attached(name, job):
     job(world(name))

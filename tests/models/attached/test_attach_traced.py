@@ -136,7 +136,7 @@ def size(model):
     return model.config.hidden_size // HEADS
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", "qkv")
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
@@ -158,7 +158,7 @@ def test_a_head_of_queries_keys_or_values(kind, name):
     assert (ours - logits(model)).abs().max() > 1e-3
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_a_head_without_an_output(kind):
@@ -177,7 +177,7 @@ def test_a_head_without_an_output(kind):
     close(with_edit(model, "pattern", edits.zero(head=HEAD, query=AT)), theirs)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_one_score(kind, monkeypatch):
@@ -210,7 +210,7 @@ def test_one_score(kind, monkeypatch):
     assert (theirs - logits(model)).abs().max() > 1e-4
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_values_match_the_model(kind):
@@ -245,7 +245,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.filterwarnings("ignore:the .* drew random numbers")
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -278,7 +278,7 @@ def test_hooks_everywhere_change_nothing(kind, setting):
 CACHED = [kind for kind in KINDS if kind != "openai-gpt"]  # openai-gpt has no cache of keys
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("kind", CACHED)
@@ -323,7 +323,7 @@ def test_pieces_in_a_cache_are_the_whole_text(kind, static, dtype):
         assert (output.logits - logits(model)).abs().max() > 1e-3
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_derivatives(kind):
     model = model_of(kind).requires_grad_(False)
@@ -343,7 +343,7 @@ def test_gradients_are_derivatives(kind):
             torch.testing.assert_close(rise, expected, rtol=0.02, atol=2e-5)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_sweeps_and_lazy_caches(kind):

@@ -37,7 +37,7 @@ SHARED = """afmoe aria_text axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 dots1
     hy_v3 kolibri1 laguna lara_mini minimax_m3_vl_text qwen2_moe qwen3_next sarvam_mla sarvam_moe solar_open""".split()
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("kind", KINDS)
 def test_points_match_raw_hooks(kind):
     model = made(kind)
@@ -69,7 +69,7 @@ def test_points_match_raw_hooks(kind):
         agree(short["_out"], factor * (routed + short.get(".shared", 0)))
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("kind", KINDS)
 def test_edits_match_raw_hooks(kind):
     model = made(kind)
@@ -135,7 +135,7 @@ def test_experts_that_read_vectors_times_their_weights():
     assert torch.equal(cache[names[1]], before)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in SHARED and kind not in NORMED])
 def test_the_shared_expert_is_edited_behind_its_gate(kind):
     model = made(kind)
@@ -148,7 +148,7 @@ def test_the_shared_expert_is_edited_behind_its_gate(kind):
     agree(doubled[names[1]], plain[names[1]] + plain[names[0]])
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("kind", [*KINDS, *OTHERWISE])
 def test_the_router_is_the_first_map_and_its_edits_choose(kind):
     model = made(kind)
@@ -181,7 +181,7 @@ def test_the_router_is_the_first_map_and_its_edits_choose(kind):
     assert not torch.allclose(logits(twin), plain, atol=1e-4)
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_finite_differences_also_of_experts_that_were_not_chosen(kind):
     model = made(kind)
@@ -208,7 +208,7 @@ def test_gradients_are_finite_differences_also_of_experts_that_were_not_chosen(k
             assert cache.grads[name][index].item() == pytest.approx(slope, rel=0.01, abs=1e-3)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("form", ["bfloat16", "padded", "lazy", "cached", "copied", "batched_mm"])
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"])
 def test_settings(kind, form):

@@ -75,7 +75,7 @@ POOLED = ("BertForSequenceClassification", "RobertaForSequenceClassification")
 """Heads that read the first column, which is padding where texts are padded on the left."""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", HEADS)
 @torch.no_grad()

@@ -62,7 +62,7 @@ MODELS = {"reactions": reactions, "antibodies": antibodies}
 
 
 @torch.no_grad()
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_encoders_that_were_trained(name):
     model, tokens, mask, pos = MODELS[name]()

@@ -327,7 +327,7 @@ def test_the_table_matches_the_guide():
     assert page() == PAGE.read_text(encoding="utf-8")
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_row_matches_the_guide(name):
     """The table is checked for settings whose libraries are installed."""

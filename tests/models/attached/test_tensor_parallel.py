@@ -17,10 +17,13 @@ import torch
 
 from tests.attachable import IS_5_24, config_of, made, transformers
 
-pytestmark = pytest.mark.skipif(
-    not (IS_5_24 and torch.distributed.is_available()),
-    reason="needs transformers 5.24, and a PyTorch that runs in several processes",
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        not (IS_5_24 and torch.distributed.is_available()),
+        reason="needs transformers 5.24, and a PyTorch that runs in several processes",
+    ),
+]
 
 # The part of an expert in each process must have a multiple of 16 bytes.
 WIDE = {"intermediate_size": 16, "moe_intermediate_size": 16}

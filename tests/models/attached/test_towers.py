@@ -77,7 +77,7 @@ def together(value):
 
 
 @torch.no_grad()
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @every_model
 def test_unhooked_numbers_are_the_models_and_removal_leaves_nothing(name):
     model, twin, attached, given = attached_pair(name)
@@ -125,7 +125,7 @@ def raw_values(twin, given, modules):
 
 
 @torch.no_grad()
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @every_model
 def test_streams_are_the_inputs_and_outputs_of_blocks(name):
     model, twin, _, given = attached_pair(name)
@@ -147,7 +147,7 @@ def test_streams_are_the_inputs_and_outputs_of_blocks(name):
 
 
 @torch.no_grad()
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @every_model
 def test_points_have_the_values_of_their_names(name):
     model, _, _, given = attached_pair(name)
@@ -186,7 +186,7 @@ def test_points_have_the_values_of_their_names(name):
 
 
 @torch.no_grad()
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @every_model
 def test_edits_match_raw_hooks(name):
     model, twin, _, given = attached_pair(name)
@@ -237,7 +237,7 @@ def test_edits_match_raw_hooks(name):
 
 
 @torch.no_grad()
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("make", seeing.TOWERS, ids=lambda make: make.__name__)
 def test_features_are_put_into_the_stream(make):
     if not seeing.is_there(make.__name__):
@@ -265,7 +265,7 @@ def test_features_are_put_into_the_stream(make):
 
 
 @torch.no_grad()
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @every_model
@@ -312,7 +312,7 @@ CHANGES = {
 
 
 @torch.no_grad()
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("point", CHANGES)
 @pytest.mark.parametrize("name", GENERATED)
 def test_generation_under_edits_is_that_without_a_cache(name, point):

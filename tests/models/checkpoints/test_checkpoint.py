@@ -366,7 +366,7 @@ print(peak_in_this_process(lambda: load(sys.argv[1])))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("form", ["safetensors", "shards", "bin"])
 def test_loading_takes_little_more_memory_than_the_model(tmp_path, form):
     """The model is a GPT-2, because all its matrices are transposed when it is loaded."""

@@ -494,7 +494,7 @@ def test_an_index_may_be_wrong_about_ignored_tensors(made, suffix):
     assert parameters_equal(load(directory), expected)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_key_is_needed(made, family):
     """If a tensor of the model is left out, the error names it."""

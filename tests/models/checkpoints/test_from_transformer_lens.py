@@ -37,7 +37,7 @@ def close(found, expected, tolerance=1e-11):
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * size)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings(CENTRED)
 @pytest.mark.parametrize("name", [name for name in names() if name not in REFUSED])
 def test_logits_match_transformer_lens(name):

@@ -206,7 +206,7 @@ def path(tmp_path):
     return tmp_path / "model.gguf"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_match_the_model_that_was_converted(path, name):
     reference = MODELS[name]()
@@ -256,7 +256,7 @@ def encoder(name):
     return encode
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", [*WRITTEN, *SCALES])
 def test_every_type_that_the_package_dequantizes(path, name):
     model = llama(**WIDE, num_hidden_layers=1)

@@ -49,7 +49,7 @@ def assert_near(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * theirs.abs().max().item())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", LOADED)
 def test_logits_match_the_model_that_the_file_came_from(name, dtype):

@@ -60,7 +60,7 @@ def alone(values, row, real):
     }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_logits_streams_and_patterns(pair, tokens):
     ours, theirs = seen(pair.ours, tokens), pair.reference(tokens)
     close_throughout(ours, theirs)
@@ -72,7 +72,7 @@ def test_logits_streams_and_patterns(pair, tokens):
         assert pattern[:, :, -1].max() > 2 / POS  # attention is not uniform
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 def test_a_model_in_memory_is_copied(pair, tokens):
     copied = from_hf(pair.theirs)
     assert copied.config == pair.ours.config
@@ -82,7 +82,7 @@ def test_a_model_in_memory_is_copied(pair, tokens):
     assert not theirs & ours
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("pair", FAMILIES, indirect=True)
 def test_half_precision(pair, tokens):
     """bfloat16 rounds the values of both models at every step, by up to 2^-9.
@@ -107,7 +107,7 @@ def from_config_like(model, dtype=torch.bfloat16):
     return other
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("pair", "dtype"),
     [*((family, torch.bfloat16) for family in FAMILIES), ("gemma2", torch.float16)],
@@ -130,7 +130,7 @@ def test_a_file_in_half_precision_is_read_as_float32(pair, dtype, tokens, tmp_pa
     close(load(tmp_path, dtype=torch.float32)(tokens), expected)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(pair, side):
     rows, padded, mask = padded_batch(side)
@@ -154,14 +154,14 @@ def read(model, pieces, mask=None):
     return torch.cat(parts, 1)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_a_sequence_is_read_in_pieces(pair, tokens):
     pieces, theirs = tokens.split(PIECES, 1), pair.reference(tokens)
     close(read(pair.ours, pieces), theirs["logits"])
     close_throughout(seen(pair.ours, pair.ours, pieces, run=read), theirs)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_a_padded_batch_is_read_in_pieces(pair):
     rows, padded, mask = padded_batch("left")
     pieces = padded.split((15, *PIECES[:2]), 1)  # the first piece contains real tokens of every row

@@ -94,7 +94,7 @@ def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.usefixtures("block")
 @pytest.mark.parametrize(("name", "mask"), CASES)
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_run_from_a_block_and_a_position_equals_the_whole_run(name, mask, hook
         assert all(map(torch.equal, (part for pair in past for part in pair), before))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.usefixtures("block")
 @pytest.mark.parametrize(("name", "mask"), CASES)
 def test_edits_as_rows_equal_each_edit_alone(name, mask):

@@ -386,7 +386,7 @@ def relevant(cache, name, real, windows):
     return (seen & real[:, :, None] & real[:, None])[:, None]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("form", "edits", "prompts", "chunk"),
     [*((form, EDITS, PROMPTS, 3) for form in FORMS), ("rotary", {}, [[3, 1, 4, 1, 5]], 1024)],

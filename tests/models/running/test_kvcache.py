@@ -100,7 +100,7 @@ def read(model, pieces, cache, mask=None):
 # --- the main promise of the cache
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("sizes", [[1] * LENGTH, [LENGTH], [4, 4, 4, 1], [1, 2, 10]])
 def test_pieces_equal_the_whole(form, sizes):
@@ -141,7 +141,7 @@ def expected_alone(form):
     return [by_prefix(build(form), row)[0] for row in rows]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("sizes", "hooked"), [([3, 1, 1, 8], True), ([1] * LENGTH, False), ([8, 5], False)]
@@ -360,7 +360,7 @@ def test_max_context_is_at_least_one(limit):
 FAILURES = ["embed", "blocks.0.attn.v", "blocks.1.attn.z", "blocks.2.attn.k", "ln_final.normalized"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", ["rotary", "window last", "window first"])
 @pytest.mark.parametrize("at", FAILURES)
 @pytest.mark.parametrize("recording", [False, True])
