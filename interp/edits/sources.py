@@ -227,6 +227,18 @@ class ValueSource:
             whole=(*self.whole, pos_axis),
         )
 
+    def counting(self, selected: Selection, axis: str) -> "ValueSource":
+        """Return the source with columns that count from the end of its own text.
+
+        Use this before the positions of the edit are replaced by columns of the edited text.
+
+        Args:
+            selected: the positions that the edit selects, which count from the end.
+            axis: the axis of the positions.
+        """
+        is_same = axis in self.whole or self.rows == "donor" or not self.knows_its_padding
+        return self if is_same or self.columns is not None else replace(self, columns=selected)
+
     def _selected_columns(
         self, selected: Selection | None, axis: str, point: Point
     ) -> Selection | None:

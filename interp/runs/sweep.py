@@ -22,7 +22,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import EditedPoint, HookedRunner, Hooks
-from hooks.base import TEXT_AXES, Selection, progress_bar, warn, without_gradients
+from hooks.base import (
+    POSITION_AXES,
+    TEXT_AXES,
+    Selection,
+    progress_bar,
+    warn,
+    without_gradients,
+)
 from hooks.shared import is_listened_to
 from interp.edits import Edit
 from interp.measuring import evaluate
@@ -82,15 +89,21 @@ def _counted_in_prompts(hooks: Hooks, prompts: Bool[Tensor, "row column"]) -> Ho
 
 
 def _edit_in_prompts(edit: Edit, prompts: Bool[Tensor, "row column"]) -> Edit:
-    """Return an edit whose negative positions are replaced by the columns of each row's prompt."""
+    """Return an edit whose negative positions are replaced by the columns of each row's prompt.
+
+    In the text of a cache, the positions still count from the end of that text.
+    """
     columns = [row.nonzero()[:, 0].tolist() for row in prompts]
     where = {}
+    source = edit.source
     for axis, selection in edit.where.items():
         if axis in TEXT_AXES and selection.counts_back:
+            if axis in POSITION_AXES and source is not None:
+                source = source.counting(selection, axis)
             rows = selection.rows(prompts.shape[1], axis, len(columns), real=columns)
             selection = Selection(rows if len(rows) > 1 else rows[0])
         where[axis] = selection
-    return replace(edit, where=where)
+    return replace(edit, where=where, source=source)
 
 
 @without_gradients

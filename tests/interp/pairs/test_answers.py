@@ -626,3 +626,21 @@ def test_a_space_is_added_only_to_a_word_of_one_token():
     # A word of the text of several tokens may be a new word or the rest of "ZQXJ".
     with pytest.raises(ValueError, match="new word or the rest of a word.*'part'"):
         Pairs(prompt, other, ("part", "sold")).read_by(model)
+
+
+def test_a_cache_of_a_longer_text_is_read_from_its_own_end(model):
+    prompt, longer = CLEAN[1], CLEAN[0]
+    answer = RIGHT[0]
+    pairs = Pairs(torch.tensor([prompt]), answers=[torch.tensor(answer)])
+    name = "blocks.1.resid_pre"
+    _, cache = HookedRunner(model).run_with_cache(torch.tensor([longer]), names=name)
+    result = sweep(model, pairs, [{name: edits.replace(cache, pos=-1)}])
+    source = value_of(model, name, longer, [])
+
+    def put(output):
+        new = output.clone()
+        new[:, len(prompt) - 1] = source[:, len(longer) - 1]
+        return new
+
+    expected = score(model, prompt, answer, {name: put}) - score(model, prompt, answer)
+    close(result.values[0, 0], expected)
