@@ -6,6 +6,7 @@ imported before the shape checks are switched on, and would not be checked.
 
 import collections
 import functools
+import gc
 import math
 import os
 import signal
@@ -104,6 +105,22 @@ def pytest_collection_modifyitems(config, items):
     # A process that pytest-xdist started sends the numbers to the main process.
     if hasattr(config, "workeroutput"):
         config.workeroutput["left_out"] = left_out
+
+
+def pytest_sessionstart():
+    """Do not search for garbage while modules are imported and tests are collected."""
+    gc.disable()
+
+
+def pytest_collection_finish():
+    """Search for garbage again, but never among the objects that exist now.
+
+    The modules and the tests are millions of objects that live until the end. Searching all of them
+    again and again would take a tenth of the time of the tests.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
