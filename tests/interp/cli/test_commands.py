@@ -332,6 +332,7 @@ def test_code_among_the_files_of_a_model_does_not_run(kind, tmp_path, capsys, mo
     assert not marker.exists()
 
 
+@pytest.mark.full
 def test_code_among_the_files_of_a_model_runs_if_the_user_says_so(tmp_path):
     transformers = pytest.importorskip("transformers")
     folder = tmp_path / "model"

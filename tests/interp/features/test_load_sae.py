@@ -5,8 +5,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +17,7 @@ from hooks import UnknownNameError
 from interp.features import (
     CrossLayerTranscoder,
     Dictionary,
+    JumpReLU,
     load_sae,
     load_transcoders,
     splice,
@@ -448,28 +447,16 @@ def test_a_transcoder_is_one_by_its_architecture(tmp_path):
     assert_close(made(x), made.encode(x) @ torch.ones(11, 6))
 
 
-def test_weights_of_another_size_are_refused():
-    """The code runs in a separate process, without the shape checks of the tests."""
-    code = """
-import torch
-from interp.features import Dictionary, JumpReLU
-right = dict(W_enc=(6, 11), W_dec=(11, 5), b_enc=(11,), b_dec=(5,), threshold=(11,), W_skip=(6, 5))
-SIZES_OF_ONE = dict(b_enc=(1,), b_dec=(1,), W_dec=(5, 11), threshold=(1,), W_skip=(5, 6))
-for name, size in SIZES_OF_ONE.items():
-    weights = {n: torch.ones(size if n == name else shape) for n, shape in right.items()}
-    try:
+SIZES = dict(W_enc=(6, 11), W_dec=(11, 5), b_enc=(11,), b_dec=(5,), threshold=(11,), W_skip=(6, 5))
+WRONG_SIZES = dict(b_enc=(1,), b_dec=(1,), W_dec=(5, 11), threshold=(1,), W_skip=(5, 6))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", WRONG_SIZES)
+def test_weights_of_another_size_are_refused(name):
+    weights = {n: torch.ones(size) for n, size in (SIZES | {name: WRONG_SIZES[name]}).items()}
+    with pytest.raises(ValueError, match=f"^{name} "):
         Dictionary(activation=JumpReLU(weights.pop("threshold")), **weights)
-    except ValueError as error:
-        print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert [line.split()[0] for line in done.stdout.splitlines()] == [
-        "b_enc",
-        "b_dec",
-        "W_dec",
-        "threshold",
-        "W_skip",
-    ], done.stderr
 
 
 def test_input_gain_before_the_encoder():

@@ -431,11 +431,12 @@ def test_a_killed_job_goes_on(tmp_path):
     def started(out):
         return subprocess.Popen([sys.executable, "-c", SCRIPT, str(out)])
 
-    assert started(tmp_path / "whole").wait(120) == 0
+    texts = [f"part {n} of " * (1 + n % 5) for n in range(60)]
+    harvest(pydoc(), texts, "blocks.1.mlp_out", tmp_path / "whole", batch=4, per_file=3)
     expected = contents(tmp_path / "whole")
     assert len(expected) == 20
     kills = 0
-    for wanted in (1, 4, 9):
+    for wanted in (1, 7):
         job = started(tmp_path / "killed")
         for _ in range(6000):
             if len(contents(tmp_path / "killed")) >= wanted or job.poll() is not None:
@@ -447,7 +448,6 @@ def test_a_killed_job_goes_on(tmp_path):
     assert len(contents(tmp_path / "killed")) < 20
     assert started(tmp_path / "killed").wait(120) == 0
     assert contents(tmp_path / "killed") == expected
-    texts = [f"part {n} of " * (1 + n % 5) for n in range(60)]
     assert len(Activations(tmp_path / "killed")) == sum(map(len, texts))
     assert (
         pydoc().to_text(Activations(tmp_path / "killed").file(0)["tokens"].tolist()[:10])
