@@ -1,4 +1,7 @@
-"""The rows for a GPU: models in half precision, beside plain PyTorch and `transformers`."""
+"""The rows for a GPU: models in half precision, beside plain PyTorch and `transformers`.
+
+The rows `analyses` and `graph` use float32, as most analyses do.
+"""
 
 import dataclasses
 import functools
@@ -10,7 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hooks import HookedRunner
-from interp import Pairs, activation_patching, attribution_patching, edge_attribution, log_prob
+from interp import (
+    Pairs,
+    activation_patching,
+    attribution_graph,
+    attribution_patching,
+    edge_attribution,
+    head_scores,
+    log_prob,
+)
+from interp.features import Dictionary, TopK
 from models import Transformer, TransformerConfig, generate
 from tests.bench import peers, timing
 from tests.bench.shared import differentiated
@@ -51,6 +63,7 @@ class Bench:
             "decode": self.decode,
             "lengths": self.lengths,
             "analyses": self.analyses,
+            "graph": self.graph,
         }
 
     def _placed(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -105,22 +118,57 @@ class Bench:
         return calls
 
     def analyses(self) -> Calls:
-        """Attribution of nodes and edges, and patches of all heads, beside two forward passes and
-        one backward pass.
-        """
+        """Attribution of nodes and edges, and patches, beside two forwards and one backward."""
         ours = peers.ours(self.pairs).to(self.device).requires_grad_(False)
         clean = self.pairs.tokens().to(self.device)
         corrupted = (clean + 1) % self.pairs.vocab
         pairs = Pairs(clean, corrupted, metric=log_prob(0))
+        runner = HookedRunner(ours)
+
+        def scores() -> object:
+            _, cache = runner.run_with_cache(clean, lazy=True)
+            return head_scores(ours, cache)
+
         return {
             "two forwards and one backward": differentiated(ours, clean, corrupted),
             "attribution patching of z, by pos and head": lambda: attribution_patching(
                 ours, pairs, "z", ("layer", "pos", "head")
             ),
+            "attribution patching of z, by head": lambda: attribution_patching(
+                ours, pairs, "z", ("layer", "head")
+            ),
             "edge attribution": lambda: edge_attribution(ours, pairs),
+            "edge attribution, 4 steps": lambda: edge_attribution(
+                ours, pairs, "eap_ig_inputs", steps=4
+            ),
             "activation patching of z, by head": lambda: activation_patching(
                 ours, pairs, "z", ("layer", "head")
             ),
+            "activation patching of resid_pre, by pos": lambda: activation_patching(
+                ours, pairs, "resid_pre", ("layer", "pos")
+            ),
+            "head scores from a lazy cache": scores,
+        }
+
+    def graph(self) -> Calls:
+        """An attribution graph with a transcoder in each layer, beside a forward pass."""
+        shape = self.pairs
+        ours = peers.ours(shape).to(self.device).requires_grad_(False)
+        text = shape.tokens()[:1]
+        width = (shape.d_model, 5 * shape.d_model)
+
+        def transcoder() -> Dictionary:
+            encoder, decoder = torch.randn(2, *width) / shape.d_model**0.5
+            biases = torch.zeros(width[1]), torch.zeros(width[0])
+            activation = TopK(min(48, width[1]), relu=False)
+            made = Dictionary(encoder, decoder.T, *biases, activation, reads="ln2.normalized")
+            return made.to(self.device)
+
+        transcoders = {f"blocks.{n}.mlp_out": transcoder() for n in range(shape.layers)}
+        options = dict(targets=10, max_features=500, first=1, progress=False)
+        return {
+            "one forward": lambda: ours(text),
+            "attribution graph": lambda: attribution_graph(ours, text, transcoders, **options),
         }
 
     def lengths(self) -> Calls:
