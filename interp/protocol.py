@@ -1,5 +1,6 @@
 """The parts of a model that analyses need in addition to its hook points, and runs of a model."""
 
+import inspect
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
@@ -204,6 +205,23 @@ def n_logits(model: nn.Module) -> int:
     """
     config = of(model, "config").config
     return int(getattr(config, "vocab_size_out", config.vocab_size))
+
+
+def few_logits(model: nn.Module, last: int) -> dict[str, int]:
+    """Return the argument with which a model returns only the logits of its last positions.
+
+    The result is empty for a model without this argument, which returns all logits.
+
+    Args:
+        model: any module.
+        last: the number of last positions.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    names = ["logits_to_keep"]
+    # A module without a method `logits` may use this name for something else.
+    if of(model) is model and hasattr(model, "logits"):
+        names.append("last")
+    return {name: last for name in names if name in parameters}
 
 
 def require_points(runner: HookedRunner) -> None:

@@ -10,7 +10,7 @@ from hooks import EditedPoint, HookedRunner
 from hooks.base import Calls, is_rounding, tensors_in, version
 from hooks.shared import Session, first_tensor, inside
 from interp.edits import Edit
-from interp.protocol import logits_of, of
+from interp.protocol import few_logits, logits_of, of
 from interp.runs.rows import Batch, Job
 
 
@@ -24,6 +24,8 @@ class Unedited:
         runner: the runner of the model.
         batch: the texts and the metric.
         jobs: the edited runs that will follow.
+        last: the number of last positions whose logits are needed, if the model can leave out the
+            others. Default: all positions.
 
     Attributes:
         logits: the logits that the metric reads, [batch, read, vocab].
@@ -41,7 +43,9 @@ class Unedited:
         NeverFiredError: if the run does not reach an edited point.
     """
 
-    def __init__(self, runner: HookedRunner, batch: Batch, jobs: Sequence[Job]) -> None:
+    def __init__(
+        self, runner: HookedRunner, batch: Batch, jobs: Sequence[Job], last: int = 0
+    ) -> None:
         self.model: Any = runner.model
         self.batch = batch
         self.stages: dict[nn.Module, set[float]] = {}
@@ -62,7 +66,8 @@ class Unedited:
         self._finds_context = hasattr(self.language, "context_of")
         with Session() as session:
             self._listen(session, runner, jobs)
-            output = self.model(batch.tokens, **self._arguments)
+            fewer = few_logits(self.model, last) if last else {}
+            output = self.model(batch.tokens, **self._arguments, **fewer)
         self.logits = batch.read(logits_of(output))
         self._require_fired(jobs)
 
@@ -156,6 +161,12 @@ class Unedited:
             )
             and _are_close(language.unembed(self.batch.read(self.streams[-1])), self.logits)
         )
+
+    def free_streams(self) -> None:
+        """Free the streams of this run. Contexts, keys and values stay."""
+        self.streams = []
+        self._calls = []
+        self._outputs = []
 
     def contexts_from(self, pos: int) -> list[Any]:
         """Return contexts for runs that begin at a position, with the keys and values before it.

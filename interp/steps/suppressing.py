@@ -2,10 +2,12 @@
 
 The algorithm (Bogdan et al. 2025, "Thought Anchors", arXiv 2506.19143, section 6):
 
-1. Run the model once. Keep the stream before each block, and the keys and values (`_Base`).
+1. Run the model once. Keep the stream before the first chosen layer and after the last layer, and
+   the keys and values (`_Base`).
 2. For each step, block attention from all later positions to the keys of the step, in the chosen
    layers and heads. Begin after the step and at the first chosen layer, because earlier
-   values do not change (`_Base._resumed`).
+   values do not change (`_Base._resumed`). A mask hides the keys, so the fused kernel runs, and no
+   attention pattern is formed (`_Base._contexts`).
 3. At each of these positions, compute the divergence of the next-token distribution from the
    unedited run. Unembed some positions at a time (`_Base.divergences`).
 4. Average the divergences over the tokens of each later step (`_means`).
@@ -16,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import HookedRunner
@@ -30,6 +32,7 @@ from hooks.base import (
     without_gradients,
 )
 from interp import edits
+from interp.edits import Edit
 from interp.kinds import require_made
 from interp.numbers.precision import divergence
 from interp.protocol import is_of_text, logits_of, n_logits, runner_of
@@ -73,8 +76,9 @@ def suppressed(
         attention: the layers and heads where the step is hidden: names of points or patterns, such
             as `blocks.2.attn`; or a mapping from layers to a head, several heads or None for all
             heads. Default: all heads of all layers.
-        max_bytes: a bound on the memory of logits and their divergences, in bytes. The attention
-            patterns of one layer are computed in addition.
+        max_bytes: a bound on the memory of logits and their divergences, in bytes. The streams,
+            keys and values of one run are stored in addition. The attention patterns of one layer
+            are formed only in a model that cannot be resumed, or whose blocks get no mask.
         progress: whether to show a bar after two seconds.
 
     Returns:
@@ -141,22 +145,51 @@ class _Base:
         self.n_at_once = n_at_once
         self._heads_by_point = heads_by_point
         self._batch = Batch(steps.text, _Last())
-        # The edits of all steps have the same form, so only one is tried.
-        self._run = Unedited(runner, self._batch, [self.job(0)])
+        self._n_heads = self._try_edits()
+        # A run that edits nothing forms no attention pattern. Its first position is not 0, so that
+        # the keys and values are kept.
+        self._run = Unedited(runner, self._batch, [Job(0, [], pos=1)], last=1)
         contexts_are_causal = self._run.is_resumable() and all(
             getattr(context, "is_causal", True) for context in self._run.contexts
         )
         self._resumes = contexts_are_causal and not runs_alone(self.model)
         self._base_logits: Tensor | None = None
+        self._heads_by_layer: dict[int, list[int] | None] = {}
+        for name, heads in heads_by_point.items():
+            self._heads_by_layer[runner.points[name].layer or 0] = heads
+        if self._resumes:
+            self._devices = [stream.device for stream in self._run.streams]
+            self._before = self._run.streams[min(self._heads_by_layer)]
+            self._after = self._run.streams[-1]
+        self._run.free_streams()
 
-    def job(self, number: int) -> Job:
-        """Return the run in which a step is hidden."""
-        span = self.spans[number]
+    def _try_edits(self) -> dict[int, int]:
+        """Check that the model has the chosen heads and reaches their points, with two tokens.
+
+        The edits of all steps have the same form. Return the number of heads of each layer.
+
+        Raises:
+            EditError: if a head does not exist.
+            NeverFiredError: if the model does not reach a point.
+        """
+        tokens = self._batch.tokens[:, :2]
+        with self.runner.hooks(self._hooks(range(1))):
+            cache = self.runner.capture(tokens, names=[*self._heads_by_point])
+        points = self.runner.points
+        return {points[name].layer or 0: cache[name].shape[1] for name in self._heads_by_point}
+
+    def _hooks(self, span: range) -> dict[str, Edit]:
+        """Return edits of scores that hide a step from all later positions."""
         edit = edits.knockout(query=slice(span.stop, None), key=slice(span.start, span.stop))
         hooks = {}
         for name, heads in self._heads_by_point.items():
             hooks[name] = edit if heads is None else edit.at(head=heads)
-        return Job(number, self.runner.edits(hooks), pos=span.stop)
+        return hooks
+
+    def job(self, number: int) -> Job:
+        """Return the run in which a step is hidden."""
+        span = self.spans[number]
+        return Job(number, self.runner.edits(self._hooks(span)), pos=span.stop)
 
     def divergences(self, number: int) -> Float[Tensor, " pos"]:
         """Return the divergence of each next-token distribution if a step is hidden.
@@ -164,10 +197,9 @@ class _Base:
         Args:
             number: the hidden step.
         """
-        job = self.job(number)
-        first = job.pos if self._resumes else 0
+        first = self.spans[number].stop if self._resumes else 0
         values = torch.zeros(self._batch.tokens.shape[1])
-        edited, unedited = self._resumed(job) if self._resumes else self._whole(job)
+        edited, unedited = self._resumed(number) if self._resumes else self._whole(number)
         for start in range(0, edited.shape[1], self.n_at_once):
             piece = slice(start, start + self.n_at_once)
             expected = at_least_float32(self._logits(unedited[:, piece])).log_softmax(-1)
@@ -181,22 +213,74 @@ class _Base:
         """Return the logits of a piece of a stream. The values of whole runs are logits already."""
         return self._run.language.unembed(values) if self._resumes else values
 
-    def _resumed(self, job: Job) -> tuple[Tensor, Tensor]:
-        """Return the last stream from the first changed position on: edited, and unedited."""
-        base = self._run
-        contexts = base.contexts_from(job.pos)
-        layers = {edited.point.layer or 0 for edited in job.edits}
-        first_layer = min(layers)
-        stream = base.streams[first_layer][:, job.pos :]
-        hooks = stacked([job], self._batch)
-        with self._batch.reading(job.pos), acting(hooks):
-            for layer in range(first_layer, len(contexts)):
-                stream = to_device(stream, base.streams[layer].device)
-                stream = base.language.run_block(layer, stream, contexts[layer])
-        return stream, base.streams[-1][:, job.pos :]
+    def _resumed(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return the last stream from the first changed position on: edited, and unedited.
 
-    def _whole(self, job: Job) -> tuple[Tensor, Tensor]:
-        """Return the logits of whole runs, for models that cannot be resumed."""
+        Args:
+            number: the hidden step.
+        """
+        job = self.job(number)
+        contexts = self._run.contexts_from(job.pos)
+        masked = self._masked(number, contexts)
+        hooks = stacked([job], self._batch) if masked is None else []
+        stream = self._before[:, job.pos :]
+        with self._batch.reading(job.pos), acting(hooks):
+            for layer in range(min(self._heads_by_layer), len(contexts)):
+                stream = to_device(stream, self._devices[layer])
+                context = (masked or contexts)[layer]
+                stream = self._run.language.run_block(layer, stream, context)
+        return stream, self._after[:, job.pos :]
+
+    def _masked(self, number: int, contexts: Sequence[Any]) -> list[Any] | None:
+        """Return the context of each layer with a mask that hides a step.
+
+        The result is None if a context cannot hide keys.
+
+        Args:
+            number: the hidden step.
+            contexts: the contexts of the positions after the step.
+        """
+        span = self.spans[number]
+        # Layers with the same context and the same heads share a mask.
+        hiding: dict[tuple[int, str, int], Any] = {}
+        masked = []
+        for layer, context in enumerate(contexts):
+            if layer not in self._heads_by_layer:
+                masked.append(context)
+                continue
+            heads = self._heads_by_layer[layer]
+            key = id(context), str(heads), self._n_heads[layer]
+            if key not in hiding:
+                hidden = self._hidden(span, heads, self._n_heads[layer])
+                hide = getattr(context, "hiding", None)
+                hiding[key] = hide and hide(to_device(hidden, self._devices[layer]))
+            if hiding[key] is None:
+                return None
+            masked.append(hiding[key])
+        return masked
+
+    def _hidden(
+        self, span: range, heads: list[int] | None, n_heads: int
+    ) -> Bool[Tensor, "1 _head pos"]:
+        """Return True at the keys of a step, for the chosen heads.
+
+        Args:
+            span: the positions of the step.
+            heads: the heads; None for all heads, which share one row.
+            n_heads: the number of heads of the layer.
+        """
+        n_pos = self._batch.tokens.shape[1]
+        hidden = torch.zeros(1, 1 if heads is None else n_heads, n_pos, dtype=torch.bool)
+        hidden[:, slice(None) if heads is None else heads, span.start : span.stop] = True
+        return hidden
+
+    def _whole(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return the logits of whole runs, for models that cannot be resumed.
+
+        Args:
+            number: the hidden step.
+        """
+        job = self.job(number)
         text = self._batch.text
         arguments = text.arguments(self.model)
         if self._base_logits is None:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import HookError, HookPoint, start_of_piece
@@ -266,6 +266,32 @@ class AttachedContext(NamedTuple):
             }
             calls.append(later)
         return self._replace(calls=tuple(calls), past=tuple(past))
+
+    def hiding(self, keys: Bool[Tensor, "_batch _head key"]) -> "AttachedContext | None":
+        """Return the context in which no query sees some keys.
+
+        The result is None if a block gets no mask, or if the keys of the heads differ, because some
+        blocks refuse a mask of each head.
+
+        Args:
+            keys: True at the hidden keys, from the start of the text to the end of this context.
+                The axes of texts and of query heads may have size 1.
+        """
+        if keys.shape[1] > 1:
+            return None
+        hidden = keys[:, :, None]
+        # Several blocks may get the same mask.
+        changed: dict[int, Tensor] = {}
+        calls = list[dict[str, Any]]()
+        for call in self.calls:
+            mask = call.get("attention_mask")
+            if not isinstance(mask, Tensor):
+                return None
+            if id(mask) not in changed:
+                lowest = torch.finfo(mask.dtype).min if mask.is_floating_point() else False
+                changed[id(mask)] = torch.where(hidden, lowest, mask)
+            calls.append(call | {"attention_mask": changed[id(mask)]})
+        return self._replace(calls=tuple(calls))
 
 
 def _later(name: str, value: Any, pos: int, new: int, device: torch.device) -> Any:

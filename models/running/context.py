@@ -13,7 +13,7 @@ from hooks import position_offset, start_of_piece
 from hooks.base import all_to_device, mapped, require_integer, to_device
 from models.positions import Rotation
 from models.running.kvcache import KVCache, oldest_reached
-from models.running.masks import Visible, as_real, as_seen, has_gaps, rule_of, shared
+from models.running.masks import Rule, Visible, as_real, as_seen, has_gaps, rule_of, shared
 
 KeysAndValues = tuple[
     Float[Tensor, "_rows kv_head key d_head"], Float[Tensor, "_rows kv_head key d_head"]
@@ -160,6 +160,35 @@ class Context(NamedTuple):
             start=pos,
             past=tuple(past),
         )
+
+    def hiding(self, keys: Bool[Tensor, "_batch _head key"]) -> "Context":
+        """Return the context in which no query sees some keys.
+
+        Args:
+            keys: True at the hidden keys, from the start of the text to the end of this context.
+                The axes of texts and of query heads may have size 1.
+
+        Raises:
+            ValueError: if the context has a `KVCache`.
+
+        >>> from models import Transformer, TransformerConfig
+        >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=1, d_model=4)
+        >>> context = Transformer(config).context(torch.tensor([[0, 3, 6]]))
+        >>> hidden = context.hiding(torch.tensor([[[False, True, False]]]))
+        >>> hidden.masks[0].seen(0, 2, 3, torch.device("cpu"))
+        tensor([[[[ True, False,  True]]]])
+        """
+        self._refuse_cache("hiding")
+
+        def without(mask: Visible) -> Visible:
+            if isinstance(mask, Tensor):
+                return mask & ~keys[:, :, None]
+            rule = Rule() if mask is None else mask
+            hidden = keys if rule.hidden is None else keys | rule.hidden
+            return rule._replace(hidden=hidden)
+
+        masks = {window: without(mask) for window, mask in self.masks.items()}
+        return self._replace(masks=masks)
 
     def _refuse_cache(self, method: str) -> None:
         """Check that the context has no `KVCache`.

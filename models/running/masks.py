@@ -23,22 +23,26 @@ BLOCK = 512
 class Rule(NamedTuple):
     """A mask of queries and keys that is computed in parts (`seen`) and not stored as a whole.
 
-    A query sees the keys up to its own column, except keys outside the window and padding.
+    A query sees the keys up to its own column, except keys outside the window, padding and hidden
+    keys.
 
     Attributes:
         window: the number of positions that a query sees, including its own. 0 means all positions.
         real: True at the keys that are not padding: Bool[batch key]. None if there is no padding.
         positions: the position of each key in its text: Int[batch key]. None if there is no padding
             between tokens, so that distances of columns are distances of positions.
+        hidden: True at the keys that no query sees: Bool[batch head key], where an axis may have
+            size 1. None if there are no hidden keys.
     """
 
     window: int = 0
     real: Tensor | None = None
     positions: Tensor | None = None
+    hidden: Tensor | None = None
 
     def seen(
         self, first: int, start: int, end: int, device: torch.device
-    ) -> Bool[Tensor, "_batch 1 query key"]:
+    ) -> Bool[Tensor, "_batch _head query key"]:
         """Return the mask of some queries and keys.
 
         Args:
@@ -56,7 +60,10 @@ class Rule(NamedTuple):
             )
         if self.real is not None:
             visible = visible & self.real[:, None, first:end]
-        return visible[:, None]
+        visible = visible[:, None]
+        if self.hidden is not None:
+            visible = visible & ~self.hidden[:, :, None, first:end]
+        return visible
 
 
 Visible = Tensor | Rule | None

@@ -136,6 +136,31 @@ def test_edits_as_rows_equal_each_edit_alone(name, mask):
         close(run.blocks(1, rows[:, pos:], context), alone[:, pos:])
 
 
+@pytest.mark.sampled(8)
+@pytest.mark.usefixtures("block")
+@pytest.mark.parametrize(("name", "mask"), CASES)
+def test_hidden_keys_equal_scores_of_minus_infinity(name, mask):
+    run, pos = Run(name, mask), 4
+    hidden = torch.zeros(BATCH, HEADS, POS, dtype=torch.bool)
+    hidden[:, 1, 1:3] = True
+    hidden[2, :, :3] = True
+
+    def remove(scores, point):
+        return scores.masked_fill(hidden.repeat(len(scores) // BATCH, 1, 1)[:, :, None], -torch.inf)
+
+    resid = run.cache["resid_pre", 0][:, pos:]
+    context = run.context.after(pos, run.past(pos))
+    wanted = run.blocks(0, resid, context, {"*.scores": remove})
+    assert (wanted - run.blocks(0, resid, context)).abs().max() > 1e-3
+    hiding = context.hiding(hidden)
+    close(run.blocks(0, resid, hiding), wanted)
+    close(run.blocks(0, resid, hiding, {"*.scores": lambda value, point: None}), wanted)
+    # Keys may be hidden one after the other, and the rows may be repeated.
+    early = torch.arange(POS) < 2
+    twice = context.hiding(hidden & early).hiding(hidden & ~early).repeated(COPIES)
+    close(run.blocks(0, resid.repeat(COPIES, 1, 1), twice), wanted.repeat(COPIES, 1, 1))
+
+
 @pytest.mark.parametrize("name", ["pre", "like llama", "window"])
 @pytest.mark.parametrize("mask", ["none", "left", "3-D"])
 def test_a_context_may_be_taken_up_twice(name, mask):
@@ -188,6 +213,11 @@ def test_contexts_that_cannot_be_continued_are_errors():
     with pytest.raises(ValueError, match="got 1"):
         run.context.after(3, run.past(3)).after(1, run.past(1))
     cached = run.model.context(run.tokens, kv_cache=KVCache())
-    for call in (lambda: cached.repeated(2), lambda: cached.after(3, run.past(3))):
+    calls = (
+        lambda: cached.repeated(2),
+        lambda: cached.after(3, run.past(3)),
+        lambda: cached.hiding(torch.zeros(1, 1, POS, dtype=torch.bool)),
+    )
+    for call in calls:
         with pytest.raises(ValueError, match="KVCache"):
             call()
