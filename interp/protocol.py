@@ -257,8 +257,9 @@ def plain(model: nn.Module, *parts: str) -> Any:
     if any(map(is_fully_sharded, model.modules())):
         raise TypeError(
             "the parts of a model can be computed only from whole weights; got "
-            f"{type(model).__name__}, sharded by FSDP: load its full state dict into a model "
-            "without FSDP"
+            f"{type(model).__name__}, sharded by FSDP (load its full state dict into a model "
+            "without FSDP, or use an analysis that only runs the model, such as "
+            "activation_patching or attribution_patching)"
         )
     return language if language is model else language.plain()
 

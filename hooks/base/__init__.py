@@ -64,7 +64,7 @@ from hooks.base.memory import require_room
 from hooks.base.nested import mapped, tensors_in, with_first_tensor
 from hooks.base.paths import layer_of
 from hooks.base.pieces import Piece, piece_read, reading
-from hooks.base.processes import Shards, is_whole, mesh_of
+from hooks.base.processes import Shards, is_whole, mesh_of, whole
 from hooks.base.progress import Count, progress_bar, progress_of, shows_progress
 from hooks.base.saying import shown
 from hooks.base.scoped import Scoped

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from hooks.base import processes
 from hooks.base._torch import has_storage
 from hooks.base.storage import checksum
 
@@ -77,8 +78,7 @@ def weights_hash(model: nn.Module, whole: bool = False) -> str:
     hashed = hashlib.sha256()
     weights = model.state_dict() if whole else dict(model.named_parameters())
     for name, part in weights.items():
-        # Join the parts of a model that is split over processes.
-        weight = part.full_tensor() if whole and hasattr(part, "full_tensor") else part
+        weight = processes.whole(part) if whole else part
         numbers: Any = None
         if has_storage(weight) and not weight.is_meta:
             flat = weight.detach().flatten()

@@ -31,6 +31,15 @@ def mesh_of(model: nn.Module) -> Any:
     return None
 
 
+def whole(weight: Shaped[Tensor, "*axes"]) -> Tensor:
+    """Return a weight with the parts of all processes, if tensor parallel or FSDP divides it.
+
+    All processes must make the same call. Other weights are returned as they are.
+    """
+    join = getattr(weight, "full_tensor", None)
+    return weight if join is None else join()
+
+
 def is_whole(value: Shaped[Tensor, "*axes"], mesh: Any) -> bool:
     """Return whether all processes of a mesh have the same numbers."""
     real = torch.view_as_real(value) if value.is_complex() else value

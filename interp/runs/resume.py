@@ -232,6 +232,8 @@ class Resumed:
             chunk = remaining[start : start + read_at_once]
             streams_read = [self._read(streams[job], pos) for job in chunk]
             logits = self.model.unembed(torch.cat(streams_read))
+            # A model of `transformers` moves its output to the device of its input.
+            earlier_logits = to_device(earlier_logits, logits.device)
             for job, logits_of_job in zip(chunk, logits.split(self.size), strict=True):
                 yield job, self.batch.measure(torch.cat([earlier_logits, logits_of_job], 1))
 

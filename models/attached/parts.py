@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hooks.base import HALF, agree, at_least_float32, is_close, is_same
+from hooks.base import HALF, agree, at_least_float32, is_close, is_same, whole
 from hooks.shared import hooks_disabled
 from models.attached.probe import Call
 
@@ -211,8 +211,9 @@ def norm_of(call: Call) -> TracedNorm | None:
             return None
     gains: list[Tensor | float] = [1.0]
     if isinstance(weight, Tensor):
-        gains = [at_least_float32(weight.to(x.device)), 1 + at_least_float32(weight.to(x.device))]
-    shift = at_least_float32(bias.to(x.device)) if isinstance(bias, Tensor) else 0.0
+        gain = at_least_float32(whole(weight).to(x.device))
+        gains = [gain, 1 + gain]
+    shift = at_least_float32(whole(bias).to(x.device)) if isinstance(bias, Tensor) else 0.0
     # Families compute norms in float32, also for float64 streams.
     best = max(32 * torch.finfo(torch.float32).eps, 4 * torch.finfo(output.dtype).eps)
     norm = None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks.base import hooks_of, require_choice, require_module, storage
+from hooks.base import hooks_of, require_choice, require_module, storage, whole
 from hooks.shared import is_foreign
 from models.adapters import AdaptedMap, adapted_maps, weights_without_adapters
 from models.checkpoints.assemble import Reader, Source, assemble, end_tokens
@@ -144,7 +144,11 @@ def _check_forward(model: nn.Module) -> None:
             )
     for name, weight in model.named_parameters():
         if weight.is_meta and hasattr(model, "_hf_hook"):
-            raise ValueError(f"weights must be in memory; {name} is offloaded until it is needed")
+            raise ValueError(
+                f"weights must be in memory; {name} is offloaded until it is needed (load the "
+                "model without offload, for example with device_map='cpu', or use an analysis that "
+                "only runs the model, such as activation_patching or attribution_patching)"
+            )
         kind = type(weight)
         if kind.__module__.partition(".")[0] not in ("torch", "transformers"):
             raise ValueError(
@@ -190,9 +194,7 @@ def from_memory(
         name, _, part = key.rpartition(".")
         if name in adapted:
             return adapted[name].merged(part)
-        # If a weight is split over processes, join its parts.
-        weight: Any = state[key]
-        return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        return whole(state[key])
 
     reader = Reader(state.keys(), read, keep)
     table = family.table(config, state.keys())

@@ -8,7 +8,6 @@ hooks.
 
 import functools
 import importlib.util
-import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -17,10 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+from tests.small_llama import TOKENS, llama, offloaded, transformers
 
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT))
 PAGE = ROOT / "examples" / "guides" / "settings.md"
 HEAD = """# Settings that were tested
 
@@ -39,30 +37,7 @@ Each setting was tested on a small random Llama with `attach`, against raw PyTor
 | setting | bits | values | edits | generate | patching | gradients | sums |
 | --- | --- | --- | --- | --- | --- | --- | --- |
 """
-SIZES = dict(
-    vocab_size=67,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=32,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=None,
-)
-TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5], [35, 8, 9, 7, 9, 3]])
 LAYER = "model.layers.0"
-
-
-def llama(dtype=torch.float32, attention="sdpa"):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SIZES, attn_implementation=attention)
-    model = transformers.LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(torch.randn(weight.shape) * 0.15 + float(weight.ndim == 1))
-    return model.to(dtype)
 
 
 def adapted(kind, **options):
@@ -101,18 +76,6 @@ def by_quanto():
 def by_torch():
     kind = torch.ao.quantization.quantize_dynamic
     return kind(llama(), {nn.Linear}, dtype=torch.qint8).eval()
-
-
-def offloaded(how):
-    import accelerate
-
-    model = llama()
-    if how == "cpu":
-        return accelerate.cpu_offload(model, torch.device("cpu"))
-    folder = tempfile.mkdtemp()
-    devices = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu"}
-    devices |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
-    return accelerate.dispatch_model(model, devices, "cpu", offload_dir=folder)
 
 
 def checkpointed():

@@ -1,0 +1,44 @@
+"""A small random Llama of `transformers`, in memory or offloaded by accelerate."""
+
+import tempfile
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+
+SIZES = dict(
+    vocab_size=67,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=32,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+)
+TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5], [35, 8, 9, 7, 9, 3]])
+
+
+def llama(dtype=torch.float32, attention="sdpa"):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, attn_implementation=attention)
+    model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn(weight.shape) * 0.15 + float(weight.ndim == 1))
+    return model.to(dtype)
+
+
+def offloaded(how):
+    import accelerate
+
+    model = llama()
+    if how == "cpu":
+        return accelerate.cpu_offload(model, torch.device("cpu"))
+    folder = tempfile.mkdtemp()
+    devices = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu"}
+    devices |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
+    return accelerate.dispatch_model(model, devices, "cpu", offload_dir=folder)
