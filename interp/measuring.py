@@ -1,10 +1,10 @@
 """Measurement with a metric: from the logits that the metric reads to one number per example."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks.base import at_least_float32, explains_calls, require_kind, shown
@@ -16,7 +16,8 @@ Metric = Callable[[Float[Tensor, "batch pos vocab"]], Shaped[Tensor, " batch"]]
 If the function has an attribute `last`, it reads that many of the last real positions. Analyses
 then compute only the logits of these positions, and call the function with logits [batch, last,
 vocab]. Without the attribute, or if it is 0, they call the function with all positions. An
-attribute `unit` names the unit.
+attribute `unit` names the unit. If the function contains data of single examples, a method
+`rows(numbers)` returns the metric of some examples; `Pairs[...]` and `over_examples` call it.
 """
 
 Writer = Callable[[Any], Any]
@@ -24,6 +25,34 @@ Writer = Callable[[Any], Any]
 
 
 _LOGITS_HINT = "model(texts) gives them"
+
+
+@dataclass(frozen=True, eq=False)
+class MetricCall:
+    """The call that makes a metric, to make it again for some examples or in another process.
+
+    Attributes:
+        make: the function that makes the metric, such as `log_prob`.
+        arguments: its arguments by name. A tensor with axes has a row for each example.
+    """
+
+    make: Callable[..., Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self) -> Any:
+        """Return the metric."""
+        return self.make(**self.arguments)
+
+    def rows(self, numbers: Int[Tensor, " row"]) -> "MetricCall | None":
+        """Return the call that makes the metric of some examples.
+
+        The result is None if the arguments are the same for all examples.
+        """
+        rows = {}
+        for name, value in self.arguments.items():
+            if isinstance(value, Tensor) and value.ndim:
+                rows[name] = value[numbers.to(value.device)]
+        return MetricCall(self.make, {**self.arguments, **rows}) if rows else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +69,8 @@ class TokenMetric:
         call_in_words: a function that takes `write`, and returns `call` with the text of each token
             in place of its number; None if the call contains no tokens.
         write: the function that returns the text of each token; None to print numbers of tokens.
+        made_by: the call that makes the metric again; None if it belongs to answers of pairs, which
+            make it again.
     """
 
     call: str
@@ -50,6 +81,20 @@ class TokenMetric:
     at: Position | None = None
     call_in_words: Callable[[Writer], str] | None = None
     write: Writer | None = None
+    made_by: MetricCall | None = None
+
+    def rows(self, numbers: Int[Tensor, " row"]) -> "TokenMetric":
+        """Return the metric of some examples."""
+        call = None if self.made_by is None else self.made_by.rows(numbers)
+        if call is None:
+            return self
+        metric = call()
+        assert isinstance(metric, TokenMetric)
+        return replace(metric, write=self.write)
+
+    def __reduce__(self) -> Any:
+        """Return the call that makes the metric again, for another process."""
+        return super().__reduce__() if self.made_by is None else (self.made_by, ())
 
     def __call__(
         self, logits: Float[Tensor, "batch pos vocab"], attention_mask: Mask | None = None
@@ -90,6 +135,7 @@ class WordedMetric:
         answers: the texts, if they are answers that may be several tokens each. Answers continue
             the text that the model reads. None if each text must be one token.
         score: the name of the function that scores the answers: `log_prob` or `accuracy`.
+        made_by: the call that makes the metric again.
     """
 
     call: str
@@ -98,6 +144,11 @@ class WordedMetric:
     read: Callable[[nn.Module], Metric]
     answers: Any = None
     score: str = ""
+    made_by: MetricCall | None = None
+
+    def __reduce__(self) -> Any:
+        """Return the call that makes the metric again, for another process."""
+        return super().__reduce__() if self.made_by is None else (self.made_by, ())
 
     def __call__(self, logits: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Raise an error, because texts cannot be converted to tokens without a model."""

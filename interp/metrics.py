@@ -3,7 +3,7 @@
 The numbers are in float32 when the logits are in half precision.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from jaxtyping import Float
@@ -24,6 +24,7 @@ from interp.inputs.token_positions import (
     Position,
     SeveralTokens,
     Tokens,
+    as_positions,
     fitting,
     is_worded,
     last_real,
@@ -31,7 +32,7 @@ from interp.inputs.token_positions import (
     token_ids,
     tokens_of,
 )
-from interp.measuring import Metric, TokenMetric, WordedMetric, Writer
+from interp.measuring import Metric, MetricCall, TokenMetric, WordedMetric, Writer
 from interp.numbers.precision import divergence
 
 _LAST = Selection(-1)
@@ -62,7 +63,8 @@ def logit_diff(right: "SeveralTokens", wrong: "SeveralTokens", pos: "Tokens" = -
     def score(logits: Tensor, right: Tensor, wrong: Tensor) -> Tensor:
         return logits.gather(1, right).mean(1) - logits.gather(1, wrong).mean(1)
 
-    return _of_tokens("logit_diff", "logits", (right, wrong), pos=pos, score=score, most=2)
+    tokens = {"right": right, "wrong": wrong}
+    return _of_tokens(logit_diff, "logits", tokens, pos=pos, score=score, most=2)
 
 
 @explains_calls
@@ -82,7 +84,7 @@ def log_prob(token: Tokens, pos: Tokens = -1) -> Metric:
     def score(logits: Tensor, token: Tensor) -> Tensor:
         return logits.log_softmax(-1).gather(1, token)[:, 0]
 
-    return _of_tokens("log_prob", "nats", (token,), pos=pos, score=score)
+    return _of_tokens(log_prob, "nats", {"token": token}, pos=pos, score=score)
 
 
 @explains_calls
@@ -103,7 +105,7 @@ def accuracy(token: Tokens, pos: Tokens = -1) -> Metric:
     def score(logits: Tensor, token: Tensor) -> Tensor:
         return _unless_nan(logits.argmax(-1) == token[:, 0], logits)
 
-    return _of_tokens("accuracy", "", (token,), pos=pos, score=score)
+    return _of_tokens(accuracy, "", {"token": token}, pos=pos, score=score)
 
 
 @explains_calls
@@ -123,7 +125,7 @@ def rank(token: Tokens, pos: Tokens = -1) -> Metric:
     def score(logits: Tensor, token: Tensor) -> Tensor:
         return _unless_nan((logits > logits.gather(1, token)).sum(-1), logits)
 
-    return _of_tokens("rank", "ranks", (token,), pos=pos, score=score)
+    return _of_tokens(rank, "ranks", {"token": token}, pos=pos, score=score)
 
 
 @explains_calls
@@ -149,7 +151,10 @@ def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metri
             text = text_for(model, tokens, attention_mask)
             return cross_entropy(text.tokens, attention_mask=text.attention_mask)
 
-        return WordedMetric(call="cross_entropy(texts)", last=0, unit="nats", read=read)
+        made_by = MetricCall(cross_entropy, {"tokens": tokens, "attention_mask": attention_mask})
+        return WordedMetric(
+            call="cross_entropy(texts)", last=0, unit="nats", read=read, made_by=made_by
+        )
     is_real = real_of(attention_mask, tokens.shape).to(tokens.device)
     is_prediction = is_real[:, 1:] & is_real[:, :-1]
     if not is_prediction.any(1).all():
@@ -174,6 +179,7 @@ def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metri
         unit="nats",
         function=metric,
         unmasked=attention_mask is None,
+        made_by=MetricCall(cross_entropy, {"tokens": tokens, "attention_mask": attention_mask}),
     )
 
 
@@ -227,6 +233,8 @@ def kl_divergence(
         return divergences.where(mask, 0).sum(1) / mask.sum(1)
 
     last = 0 if at is None else at.last
+    where = None if pos is None else as_positions(pos)
+    arguments = {"reference": reference, "pos": where, "attention_mask": attention_mask}
     return TokenMetric(
         call=f"kl_divergence(reference, pos={short(pos)})",
         last=last,
@@ -234,13 +242,14 @@ def kl_divergence(
         function=metric,
         unmasked=attention_mask is None and (at is None or last > 0),
         at=at,
+        made_by=MetricCall(kl_divergence, arguments),
     )
 
 
 def _of_tokens(
-    name: str,
+    make: Callable[..., Metric],
     unit: str,
-    tokens: Sequence[SeveralTokens],
+    tokens: Mapping[str, SeveralTokens],
     pos: Tokens,
     score: Callable[..., Tensor],
     most: int = 1,
@@ -248,21 +257,22 @@ def _of_tokens(
     """Return a metric that scores some tokens by the logits at one position.
 
     Args:
-        name: the name of the function that creates the metric.
+        make: the function that creates the metric.
         unit: the unit of the metric.
-        tokens: the tokens of each argument of `score`.
+        tokens: the tokens of each argument of `score`, by the name of the argument of `make`.
         pos: the position; see `logit_diff`.
         score: a function of the logits [batch, vocab] and the tokens [batch, n] of each argument.
         most: the largest number of axes of each argument in `tokens`: 1 for one token for each
             example, 2 for several tokens for each example.
     """
     at = Position(pos)
-    call = f"{name}({', '.join(map(short, tokens))}, pos={short(pos)})"
-    if is_worded(tokens):
+    name = make.__name__
+    call = f"{name}({', '.join(map(short, tokens.values()))}, pos={short(pos)})"
+    if any(map(is_worded, tokens.values())):
 
         def read(model: nn.Module) -> Metric:
-            ids = token_ids(model, tokens)
-            return _of_tokens(name, unit, ids, pos=pos, score=score, most=most)
+            ids = {argument: token_ids(model, value) for argument, value in tokens.items()}
+            return _of_tokens(make, unit, ids, pos=pos, score=score, most=most)
 
         continues = name in ("log_prob", "accuracy") and at.where == _LAST
         return WordedMetric(
@@ -270,10 +280,12 @@ def _of_tokens(
             last=at.last,
             unit=unit,
             read=read,
-            answers=tokens[0] if continues else None,
+            answers=next(iter(tokens.values())) if continues else None,
             score=name,
+            made_by=MetricCall(make, {**tokens, "pos": pos}),
         )
-    ids = [tokens_of(argument, most) for argument in tokens]
+    ids_by_argument = {argument: tokens_of(value, most) for argument, value in tokens.items()}
+    ids = [*ids_by_argument.values()]
 
     def call_in_words(write: Writer) -> str:
         arguments = []
@@ -297,6 +309,7 @@ def _of_tokens(
         function=metric,
         at=at,
         call_in_words=call_in_words,
+        made_by=MetricCall(make, {**ids_by_argument, "pos": as_positions(pos)}),
     )
 
 

@@ -563,6 +563,9 @@ class Pairs(plots.Shown):
     def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> "Pairs":
         """Return some of the pairs.
 
+        A metric with tokens of each example, such as `logit_diff([3, 1], [4, 5])`, becomes the
+        metric of these pairs. A function of your own stays the same, unless it has a method `rows`.
+
         Args:
             index: an index, a slice, a list, or a tensor of indices or booleans.
 
@@ -579,6 +582,8 @@ class Pairs(plots.Shown):
             require_rows(text.more, text.tokens.shape[:2])
         part = self._mapped(lambda value: value[rows.to(value.device)])
         part.solved_of = None
+        if callable(select := getattr(self._metric, "rows", None)):
+            part._metric = select(rows)
         return part
 
     def to(self, device: torch.device | str) -> "Pairs":

@@ -1,5 +1,7 @@
 """Metrics, compared with NumPy in float64, also on padded texts."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from hooks.base import columns_of_last
 from interp import accuracy, cross_entropy, kl_divergence, log_prob, logit_diff, rank
 from interp.measuring import evaluate, last_of, measure
+from tests.shipped import pydoc
 
 BATCH, POS, VOCAB = 3, 5, 11
 LEFT = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
@@ -224,3 +227,39 @@ def test_metrics_that_make_no_sense(logits, make, match):
 def test_wrong_metrics_and_positions_are_errors(logits, make):
     with pytest.raises(TypeError):
         make(logits)
+
+
+REFERENCE = torch.randn(BATCH, POS, VOCAB, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        logit_diff([4, 1, 9], torch.tensor([3, 0, 10]), pos=[-2, -1, -3]),
+        logit_diff(torch.tensor([[4, 1], [9, 2], [0, 7]]), 6),
+        log_prob([1, 8, 5], pos=2),
+        accuracy([1, 8, 5]),
+        rank(3, pos=torch.tensor([4, 0, 1])),
+        cross_entropy(torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3], [5, 8, 9, 7, 10]])),
+        kl_divergence(REFERENCE),
+        kl_divergence(REFERENCE, pos=None, attention_mask=LEFT),
+    ],
+    ids=repr,
+)
+def test_a_metric_of_some_examples_is_a_part_of_the_metric(logits, metric):
+    numbers = torch.tensor([2, 0])
+    expected = metric(logits)[numbers]
+    part = metric.rows(numbers)
+    assert torch.equal(part(logits[numbers]), expected)
+    # Another process gets a copy.
+    copied = pickle.loads(pickle.dumps(part))
+    assert torch.equal(copied(logits[numbers]), expected)
+    assert (copied.last, copied.unit, copied.unmasked) == (part.last, part.unit, part.unmasked)
+
+
+def test_a_metric_in_words_can_be_sent_to_another_process(logits):
+    metric = pickle.loads(pickle.dumps(log_prob(["t", "s", "c"], pos=-2)))
+    model = pydoc()
+    expected = log_prob([model.to_id(word) for word in "tsc"], pos=-2)
+    wide = torch.randn(BATCH, POS, model.config.vocab_size)
+    assert torch.equal(metric.read(model)(wide), expected(wide))

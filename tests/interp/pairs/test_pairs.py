@@ -190,6 +190,31 @@ def test_a_metric_of_ones_own_goes_with_the_pairs(model, tokens, corrupted):
     assert torch.equal(other.answers, pairs.answers)
 
 
+def test_a_metric_with_a_token_for_each_pair_is_selected_with_the_pairs(model, tokens, corrupted):
+    right = torch.tensor([3, 0, 7, 5])
+    part = Pairs(tokens, corrupted, metric=log_prob(right))[[2, 0]]
+    logits = model(tokens[[2, 0]])
+    expected = logits[:, -1].log_softmax(-1)[torch.arange(2), right[[2, 0]]]
+    torch.testing.assert_close(part.metric(logits), expected)
+
+    class Metric:
+        """A metric with a number for each example, which can be selected."""
+
+        def __init__(self, factors):
+            self.factors = factors
+
+        def __call__(self, logits):
+            return self.factors * logits[:, -1, 3]
+
+        def rows(self, numbers):
+            return Metric(self.factors[numbers])
+
+    part = Pairs(tokens, metric=Metric(torch.tensor([1.0, 2.0, 3.0, 5.0])))[1:3]
+    torch.testing.assert_close(
+        part.metric(logits), torch.tensor([2.0, 3.0]) * logits[:, -1, 3], check_dtype=False
+    )
+
+
 def test_pairs_move_to_a_device(tokens, corrupted):
     pairs = Pairs(
         tokens,
