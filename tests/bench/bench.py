@@ -9,6 +9,7 @@ On the CPU, memory is measured in a new process. Run it on a machine that does n
 import argparse
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -507,6 +508,8 @@ def main() -> None:
         parser.error(f"rows are {', '.join(rows)}, not {', '.join(unknown)}")
     if options.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"--device {options.device}: PyTorch finds no CUDA device")
+    # The models have random weights, whose integrated gradients need more steps than a row takes.
+    warnings.filterwarnings("ignore", "scores of edges should add up", UserWarning)
     with torch.no_grad():
         if options.peak_of:
             print(timing.peak_in_this_process(ROWS[options.rows[0]]()[options.peak_of]))
