@@ -59,6 +59,7 @@ from interp.reading.maxima import max_activating as max_activating
 from interp.reading.tuned import TunedLens as TunedLens
 from interp.reading.tuned import tuned_lens as tuned_lens
 from interp.results.result import Result as Result
+from interp.runs.adapters import without_adapter as without_adapter
 from interp.runs.masked import run_circuit as run_circuit
 from interp.spectral.factored import FactoredMatrix as FactoredMatrix
 from interp.spectral.targets import residual_stream as residual_stream

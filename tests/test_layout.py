@@ -199,7 +199,7 @@ PUBLIC = {
         max_activating measure minimality node_effects ov_circuit path_patching plots positional_scores qk_circuit
         rank repeated_tokens residual_stream run_circuit run_with_cache singular_tokens
         svd_spectra spectral splice svd_targets sweep token_directions top_attributions attribution_graphs tuned_lens attention_attribution
-        patch_top_k""",
+        patch_top_k without_adapter""",
 }
 
 

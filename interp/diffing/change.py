@@ -36,6 +36,7 @@ from interp.diffing.streams import StreamChange, stream_change
 from interp.diffing.twins import TwoModels
 from interp.directions import Direction
 from interp.results.result import Result
+from interp.runs.adapters import WithoutAdapter
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -211,7 +212,7 @@ class ModelChange(plots.Shown):
 @without_gradients
 def compare_models(
     tuned: "Checkpoints",
-    base: nn.Module | None = None,
+    base: nn.Module | WithoutAdapter | None = None,
     texts: Texts | None = None,
     *,
     batch: int = 8,
@@ -228,7 +229,7 @@ def compare_models(
         tuned: the tuned model. Or several checkpoints: a list, an iterator or a function that
             returns one of these, or a mapping from labels (such as steps). Their items are models,
             or functions that load a model, so that only one is in memory.
-        base: the base. None: each tuned model with its adapters off.
+        base: the base. None, or `without_adapter(tuned)`: each tuned model with its adapters off.
         texts: the texts, which need not be related to the fine-tuning.
         batch: the largest number of texts in a batch.
         seed: the seed of the controls.

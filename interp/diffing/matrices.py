@@ -24,11 +24,11 @@ from hooks import UnknownNameError
 from hooks.base import generator, progress_of, tensors_in, to_device, unknown_name, writer_of
 from hooks.shared import Session, hooks_disabled, names_by_layer
 from interp import plots
-from interp.diffing.adapters import adapter_layers
 from interp.diffing.promoted import logits_of_directions
 from interp.diffing.streams import has_unembed
 from interp.diffing.twins import TwoModels
 from interp.results.result import Result
+from interp.runs.adapters import adapter_layers
 from interp.spectral import effective_rank, randomized_svd, svd
 from interp.spectral.factored import FactoredMatrix
 

@@ -16,9 +16,9 @@ from torch import nn
 
 from hooks import ActivationCache, HookedRunner
 from hooks.base import Text, Texts, each_text, progress_of, require_integer, require_kind
-from interp.diffing.adapters import adapter_off, require_adapter
 from interp.inputs.texts import padded, text_for
 from interp.protocol import n_logits, of, require_points, runner_of
+from interp.runs.adapters import WithoutAdapter, adapter_off, require_adapter
 from interp.runs.models import require_same_points, require_same_tokens
 
 # The sizes that the configs of both models must share, if both configs have them.
@@ -43,7 +43,8 @@ class TwoModels:
 
     Args:
         tuned: the tuned model, in evaluation mode.
-        base: the base, in evaluation mode. None: `tuned` with its adapters off.
+        base: the base, in evaluation mode. None or `without_adapter(tuned)`: `tuned` with its
+            adapters off.
 
     Attributes:
         tuned, base: the models; the same object for a model with an adapter.
@@ -57,7 +58,9 @@ class TwoModels:
             `require_adapter`.
     """
 
-    def __init__(self, tuned: nn.Module, base: nn.Module | None) -> None:
+    def __init__(self, tuned: nn.Module, base: nn.Module | WithoutAdapter | None) -> None:
+        if isinstance(base, WithoutAdapter) and base.model is tuned:
+            base = None
         self.tuned = tuned
         self.runner = runner_of(tuned)
         require_points(self.runner)
@@ -68,7 +71,7 @@ class TwoModels:
             require_adapter(tuned)
         else:
             require_kind("base", base, nn.Module, "a model, or None for a model with an adapter")
-            assert base is not None
+            assert isinstance(base, nn.Module)
             self.base = base
             self.base_runner = runner_of(base)
             require_points(self.base_runner)

@@ -28,7 +28,7 @@ from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.runs.estimates import compared, effects, of_layers
 from interp.runs.gradients import Gradients, warn_of_flat
-from interp.runs.models import require_no_direction
+from interp.runs.models import Source, require_no_direction
 from interp.runs.runs import Runs
 from interp.runs.sites import Choice, Sites, Some
 
@@ -45,7 +45,7 @@ def attribution_patching(
     over: Sequence[str] | None = None,
     *,
     direction: PatchingDirection = "denoising",
-    source: nn.Module | None = None,
+    source: Source | None = None,
     layers: Some = None,
     heads: Some = None,
     neurons: int | None = None,

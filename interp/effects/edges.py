@@ -31,7 +31,7 @@ from interp.measuring import Metric, per_example
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.runs.gradients import Gradients, warn_of_flat
-from interp.runs.models import require_no_direction
+from interp.runs.models import Source, require_no_direction, source_graph_of
 from interp.runs.runs import Runs
 from interp.runs.trapezoid import TOLERANCE, Steps, averaged
 
@@ -52,7 +52,7 @@ def edge_attribution(
     *,
     steps: Steps = "auto",
     direction: PatchingDirection = "noising",
-    source: nn.Module | None = None,
+    source: Source | None = None,
     split_embeddings: bool = False,
     progress: bool = True,
 ) -> Result:
@@ -133,7 +133,7 @@ def edge_attribution(
         raise ValueError(f"steps must be left out for method 'eap', which has none; got {steps!r}")
     require_no_direction(source, direction, "noising")
     graph = Graph(model, split_embeddings)
-    source_graph = graph if source is None else Graph(source, split_embeddings)
+    source_graph = source_graph_of(source, graph)
     runs = Runs(graph.runner().model, pairs, direction=direction, source=source)
     source_values = runs.source(graph.needed)
     prompts = None if runs.rows is runs.pairs else runs.prompts

@@ -25,7 +25,7 @@ from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.runs.estimates import compared, effects, of_layers
 from interp.runs.gradients import Gradients
-from interp.runs.models import require_no_direction
+from interp.runs.models import Source, require_no_direction
 from interp.runs.runs import Runs
 from interp.runs.sites import Choice, Sites, Some
 from interp.runs.trapezoid import TOLERANCE, Mean, Steps, averaged
@@ -41,7 +41,7 @@ def integrated_gradients(
     *,
     steps: Steps = "auto",
     direction: PatchingDirection = "denoising",
-    source: nn.Module | None = None,
+    source: Source | None = None,
     layers: Some = None,
     heads: Some = None,
     neurons: int | None = None,

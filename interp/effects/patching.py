@@ -14,7 +14,7 @@ from interp.edits import Edit
 from interp.measuring import Metric
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
-from interp.runs.models import require_no_direction
+from interp.runs.models import Source, require_no_direction
 from interp.runs.runs import Runs
 from interp.runs.sites import Choice, Sites, Some
 from interp.runs.sweep import effects_of_edits
@@ -31,7 +31,7 @@ def activation_patching(
     *,
     direction: PatchingDirection = "denoising",
     edit: Edit | None = None,
-    source: nn.Module | None = None,
+    source: Source | None = None,
     layers: Some = None,
     heads: Some = None,
     neurons: int | None = None,
@@ -63,7 +63,8 @@ def activation_patching(
             used with `edit`.
         edit: an edit, such as `edits.mean(cache)`, that is made at each place of the clean run
             instead of patching values of another run. Default: None.
-        source: another model with the same points, such as the model before its fine-tuning. Its
+        source: another model with the same points, such as the model before its fine-tuning; or
+            `without_adapter(model)`, the same model of peft with its adapter switched off. Its
             values on the clean texts are patched into the run of `model` on these texts. Corrupted
             texts and `direction` are not used. `pairs` may then be texts; without a metric, the
             metric is KL(source || model) in nats, the mean over positions. Default: None.
@@ -165,6 +166,18 @@ def sweep(
     >>> sweep(model, pairs, without_mlps).top(2)
     edit 0 'blocks.0.mlp_out: edits.zero()'  -9.01
     edit 1 'blocks.3.mlp_out: edits.zero()'  -1.602
+
+    Values of another model with the same points are read from a cache of that model:
+
+    >>> import copy
+    >>> from interp import run_with_cache
+    >>> tuned = copy.deepcopy(model)  # a stand-in for a fine-tuned model
+    >>> tuned.blocks[2].mlp.output.weight.data *= 1.3
+    >>> _, cache = run_with_cache(model, pairs.clean, names="*.mlp_out")
+    >>> undone = [{f"blocks.{n}.mlp_out": edits.replace(cache)} for n in (2, 3)]
+    >>> sweep(tuned, pairs, undone).top(2)
+    edit 1 'blocks.3.mlp_out: edits.replace(ActivationCache[4])'  +0.3502
+    edit 0 'blocks.2.mlp_out: edits.replace(ActivationCache[4])'  +0.2437
     """
     if not isinstance(texts, Pairs):
         texts = Pairs(texts, attention_mask=attention_mask)

@@ -11,6 +11,7 @@ from interp.graph.graph import Graph
 from interp.graph.nodes import listed
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
+from interp.runs.models import Source
 from interp.runs.path_edits import PathEdits
 
 
@@ -23,7 +24,7 @@ def edge_patching(
     edges: str | Iterable[str] | None = None,
     *,
     direction: PatchingDirection = "noising",
-    source: nn.Module | None = None,
+    source: Source | None = None,
     split_embeddings: bool = False,
     max_bytes: int = 2**30,
     progress: bool = True,
@@ -99,7 +100,7 @@ def path_patching(
     *,
     mlps: Literal["recomputed", "frozen"] = "recomputed",
     direction: PatchingDirection = "noising",
-    source: nn.Module | None = None,
+    source: Source | None = None,
     split_embeddings: bool = False,
     max_bytes: int = 2**30,
     progress: bool = True,

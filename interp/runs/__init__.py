@@ -5,5 +5,6 @@ starts them (`resume`) where they first differ from the run in `unedited`. `grad
 gradients at the points of one run. The other files use these two: `sites` are the places where two
 runs are compared; `estimates` are computed at sites from gradients, and `trapezoid` takes means
 along paths; `masked` runs circuits, and `circuit_runs` compares them; `path_edits` moves values
-along edges.
+along edges. `models` checks a second model whose values are read, and `adapters` switches the
+adapter of a model off, so that one model is both.
 """

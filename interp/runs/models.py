@@ -7,6 +7,7 @@
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from typing import Any
 
@@ -14,11 +15,16 @@ from torch import nn
 
 from hooks import HookedRunner
 from hooks.base import Text, is_batch, shown
+from interp.graph.graph import Graph
 from interp.inputs.texts import text_for
 from interp.protocol import runner_of
+from interp.runs.adapters import WithoutAdapter
+
+Source = nn.Module | WithoutAdapter
+"""A model whose values replace values of another model. It may be a model without its adapter."""
 
 
-def require_no_direction(source: nn.Module | None, direction: str, default: str) -> None:
+def require_no_direction(source: Source | None, direction: str, default: str) -> None:
     """Check that the user has not chosen a direction in addition to a source.
 
     Args:
@@ -33,7 +39,26 @@ def require_no_direction(source: nn.Module | None, direction: str, default: str)
         )
 
 
-def source_of(source: nn.Module, runner: HookedRunner, texts: Any, text: Text) -> HookedRunner:
+def as_source(source: Source | None) -> AbstractContextManager[None]:
+    """Return a `with` in which the model of a source has its adapter off, if the source says so."""
+    return source.off() if isinstance(source, WithoutAdapter) else nullcontext()
+
+
+def source_graph_of(source: Source | None, graph: Graph) -> Graph:
+    """Return the graph of a source, whose outputs of writers are computed with its own weights.
+
+    Args:
+        source: the model whose values are read; None for the model of the graph.
+        graph: the graph of the model that is edited.
+    """
+    if source is None:
+        return graph
+    model = source.model if isinstance(source, WithoutAdapter) else source
+    with as_source(source):
+        return Graph(model, split_embeddings="input" not in graph.writers)
+
+
+def source_of(source: Source, runner: HookedRunner, texts: Any, text: Text) -> HookedRunner:
     """Return the runner of a model whose values replace values of another model.
 
     Args:
@@ -48,15 +73,16 @@ def source_of(source: nn.Module, runner: HookedRunner, texts: Any, text: Text) -
             read the texts as different tokens. The error names the first difference.
         ModeError: if the source is in training mode.
     """
-    if not isinstance(source, nn.Module):
+    model = source.model if isinstance(source, WithoutAdapter) else source
+    if not isinstance(model, nn.Module):
         raise TypeError(
             f"source must be a model with the same points; got {shown(source)} (pass a cache as "
             "edit=edits.replace(cache))"
         )
-    source_runner = runner_of(source)
+    source_runner = runner_of(model)
     require_same_points(runner, source_runner, "source")
     if not is_batch(texts):
-        require_same_tokens(text.listed(), text_for(source, texts).listed())
+        require_same_tokens(text.listed(), text_for(model, texts).listed())
     return source_runner
 
 

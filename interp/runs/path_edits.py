@@ -30,7 +30,7 @@ from interp.graph.graph import Graph
 from interp.graph.nodes import Layer
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.results.result import Result
-from interp.runs.models import require_no_direction
+from interp.runs.models import Source, require_no_direction, source_graph_of
 from interp.runs.rows import Batch
 from interp.runs.runs import Runs
 from interp.runs.sweep import effects_of_edits
@@ -64,7 +64,7 @@ class PathEdits:
         pairs: Pairs | Texts,
         direction: PatchingDirection,
         max_bytes: int,
-        source: nn.Module | None = None,
+        source: Source | None = None,
     ) -> None:
         self.graph = graph
         self.model = graph.model
@@ -81,8 +81,7 @@ class PathEdits:
         for block in self.model.blocks:
             points_read |= {branch.reads for branch in block.branches}
         # The outputs of the writers of another model are computed with its own weights.
-        split_embeddings = "input" not in graph.writers
-        source_graph = graph if source is None else Graph(source, split_embeddings)
+        source_graph = source_graph_of(source, graph)
         source_values = runs.source(graph.needed)
         self.cache = runs.cache([*graph.needed, *(graph.names[point] for point in points_read)])
         self.moved = source_graph.added(source_values) - graph.added(self.cache)

@@ -17,7 +17,8 @@ from interp.pairs.answers import per_example, prompts_of_rows
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.protocol import logits_of, runner_of
 from interp.results.result import Result
-from interp.runs.models import source_of
+from interp.runs.adapters import WithoutAdapter
+from interp.runs.models import Source, as_source, source_of
 
 
 class Runs:
@@ -35,10 +36,10 @@ class Runs:
         direction: `denoising` runs the corrupted texts with values of the clean texts; `noising`
             runs the clean texts with values of the corrupted texts. None runs only the clean texts.
         max_bytes: a bound on the memory of edited and masked runs; see `sweep` and `run_circuit`.
-        source: another model, whose values on the clean texts replace values of the model.
-            Corrupted texts are then not used. Without answers and a metric, the metric is
-            KL(source || model), the mean over the positions of each text, in nats. Default: None,
-            if both runs are runs of the model.
+        source: another model, or the model without its adapter (`without_adapter`), whose values on
+            the clean texts replace values of the model. Corrupted texts are then not used. Without
+            answers and a metric, the metric is KL(source || model), the mean over the positions of
+            each text, in nats. Default: None, if both runs are runs of the model.
 
     Attributes:
         runner: the runner of the model.
@@ -66,7 +67,7 @@ class Runs:
         pairs: Pairs | Texts,
         direction: PatchingDirection | None = None,
         max_bytes: int = 2**30,
-        source: nn.Module | None = None,
+        source: Source | None = None,
     ) -> None:
         require_kind("max_bytes", max_bytes, (int, float), "a number of bytes")
         self.model = model
@@ -155,7 +156,8 @@ class Runs:
     @without_gradients
     def source(self, names: Iterable[str]) -> ActivationCache:
         """Return values at some points of the source run, and set `target`."""
-        self.target, cache = self._measured(self.source_runner, self.other, names)
+        with as_source(self.source_model):
+            self.target, cache = self._measured(self.source_runner, self.other, names)
         return cache
 
     @without_gradients
@@ -216,6 +218,8 @@ class Runs:
             facts |= {"direction": self.direction, "texts": self.digests}
         if self.source_model is not None:
             facts["source"] = f"another {type(self.source_model).__name__}"
+            if isinstance(self.source_model, WithoutAdapter):
+                facts["source"] = repr(self.source_model)
         target = getattr(self, "target", None)
         return Result(
             self.per_example(values),

@@ -7,7 +7,7 @@ import torch
 
 from hooks import HookedRunner
 from interp import compare_models
-from interp.diffing.adapters import adapter_off
+from interp.runs.adapters import adapter_off
 from models import attach
 from tests.attachable import TOKENS, made
 

@@ -19,6 +19,8 @@ from interp import (
     integrated_gradients,
     log_prob,
     path_patching,
+    run_with_cache,
+    sweep,
 )
 from models import CharTokenizer, attach, load
 from tests.interp.effects.by_hand import changed, close
@@ -77,6 +79,32 @@ def test_values_of_another_model_are_patched_into_each_head():
 
             close(result.values[layer, head], metric_of(tuned, {name: put}) - metric_of(tuned))
     assert result.about["source"] == "another Transformer"
+
+
+def test_a_sweep_reads_values_of_another_model_from_its_cache():
+    """Some edits read part of a value, at positions that count from the end of each text."""
+    tuned, base = tuned_and_base()
+    _, cache = run_with_cache(base, TEXT)
+    entries, expected = [], []
+    for layer in range(LAYERS):
+        name = f"blocks.{layer}.attn.z"
+        source = values_of(base, name)
+        for head in range(HEADS):
+
+            def put(output, source=source, head=head):
+                new = output.clone()
+                new[:, -2:, head] = source[:, -2:, head]
+                return new
+
+            entries.append({name: edits.replace(cache, head=head, pos=[-2, -1])})
+            expected.append(metric_of(tuned, {name: put}) - metric_of(tuned))
+    last = f"blocks.{LAYERS - 1}.resid_post"
+    entries.append({last: edits.replace(cache)})
+    stream = values_of(base, last)
+    expected.append(metric_of(tuned, {last: lambda output: stream}) - metric_of(tuned))
+    result = sweep(tuned, PAIRS, entries)
+    close(result.values, torch.stack(expected))
+    assert result.values[:-1].abs().max(1).values.min() > 1e-4
 
 
 def test_attributions_are_gradients_of_the_edited_model():

@@ -4,10 +4,57 @@ The layers of an adapter are found by an attribute, `adapter_layer_names`, so pe
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+
+from hooks.base import require_module
+
+
+@dataclass(frozen=True)
+class WithoutAdapter:
+    """A model with an adapter that is switched off in the runs of an analysis.
+
+    `without_adapter` makes it.
+
+    Attributes:
+        model: the model, whose adapter is switched on outside these runs.
+    """
+
+    model: nn.Module
+
+    def off(self) -> AbstractContextManager[None]:
+        """Return a `with` in which the adapter is switched off; see `adapter_off`."""
+        return adapter_off(self.model)
+
+    def __repr__(self) -> str:
+        return f"{type(self.model).__name__} without its adapter"
+
+
+def without_adapter(model: nn.Module) -> WithoutAdapter:
+    """Return a model of peft without its adapter, as the source of an analysis.
+
+    `activation_patching(model, texts, source=without_adapter(model))` patches values of the base
+    into the model with its adapter. There is no second copy of the weights, and the model is not
+    changed: the adapter is switched off only while the values of the source are computed.
+
+    Args:
+        model: a model with an adapter of peft, with hook points (`models.attach`).
+
+    Raises:
+        TypeError: if the model is not a module.
+        ValueError: if the model has no adapter, if an adapter is merged into the weights, or if an
+            adapter has trained biases of the model itself.
+
+    >>> from interp import activation_patching
+    >>> source = without_adapter(model)  # doctest: +SKIP
+    >>> activation_patching(model, texts, "z", source=source).top(3)  # doctest: +SKIP
+    """
+    require_module(model)
+    require_adapter(model)
+    return WithoutAdapter(model)
 
 
 def adapter_layers(model: nn.Module) -> dict[str, Any]:
@@ -54,8 +101,8 @@ def require_adapter(model: nn.Module) -> None:
     layers = adapter_layers(model)
     if not layers:
         raise ValueError(
-            "base must be a second model, because tuned has no adapter to switch off; got "
-            f"{type(model).__name__}"
+            "one model can be both models only if it has an adapter to switch off; got a "
+            f"{type(model).__name__} with no adapter"
         )
     for name, layer in layers.items():
         # A merged layer would be unmerged by its first run without the adapter.
