@@ -2,11 +2,12 @@
 
 The analyses are in `effects` (values are changed), `reading` (caches are read), `spectral`
 (singular values and weights), `features` (dictionaries), `directions`, `diffing` (two models),
-`alignment` and `attribution_graphs`. `store` saves the values of many texts. Read `protocol` first,
-which defines the parts that a model needs. Then read `inputs` (texts and positions in them),
-`metrics`, `pairs` of texts, `edits` and `results`, the tables that `plots` draws. Then read the
-`graph` of a model and `runs` (sweeps, masked runs, gradients). All analyses use these packages and
-`numbers`. After them, you can read the analyses in any order. `cli` has a file for each command.
+`alignment` and `attribution_graphs`. `claims` tests what others found with them. `store` saves the
+values of many texts. Read `protocol` first, which defines the parts that a model needs. Then read
+`inputs` (texts and positions in them), `metrics`, `pairs` of texts, `edits` and `results`, the
+tables that `plots` draws. Then read the `graph` of a model and `runs` (sweeps, masked runs,
+gradients). All analyses use these packages and `numbers`. After them, you can read the analyses in
+any order. `cli` has a file for each command.
 
 A name is imported when it is first used. `__init__.pyi` contains the module of each name.
 """
@@ -36,8 +37,8 @@ _MODULES = _modules()
 __all__ = [name for name in _MODULES if not name.startswith("_")]
 
 _PACKAGES = (
-    *("alignment", "attribution_graphs", "diffing", "directions", "edits", "features", "plots"),
-    "store",
+    *("alignment", "attribution_graphs", "claims", "diffing", "directions", "edits", "features"),
+    *("plots", "store"),
 )
 """The packages whose names are not in `interp` itself."""
 

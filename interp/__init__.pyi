@@ -8,6 +8,7 @@ from interp import graph as graph
 from interp import plots as plots
 from interp import spectral as spectral
 from interp.attribution_graphs import attribution_graph as attribution_graph
+from interp.claims.claim import Claim as Claim
 from interp.diffing import compare_models as compare_models
 from interp.effects.acdc import acdc as acdc
 from interp.effects.attribution import attribution_patching as attribution_patching

@@ -14,6 +14,7 @@ _MAKERS = {
     "Pairs": "Pairs(clean, corrupted, answers) makes them",
     "Graph": "interp.graph.Graph(model) makes one",
     "Circuit": "circuits.top(Graph(model), scores, n) or Circuit(Graph(model), edges) makes one",
+    "Claim": "Claim.circuit(model, pairs, circuit, says) makes one",
     "Result": "an analysis such as activation_patching gives one",
     "Dictionary": "load_sae({}) reads one",
     "Crosscoder": "load_crosscoder({}) reads one",

@@ -53,7 +53,7 @@ def test_imports_go_one_way():
 # The files and packages of `interp`. Each imports only earlier entries, and a package also its own
 # files.
 INTERP = """shadowed transformer_lens hints numbers kinds plots protocol inputs measuring metrics pairs edits results graph runs
-    spectral reading features effects store directions diffing alignment attribution_graphs steps report cli __main__""".split()
+    spectral reading features effects store directions diffing alignment attribution_graphs steps claims report cli __main__""".split()
 # In these packages, only these files may be imported by other files of the package.
 FLAT = {
     "spectral": "singular factored folded",
@@ -190,7 +190,7 @@ PUBLIC = {
         center chat config_of detach evaluate fold_norms from_hf from_transformer_lens generate generate_text load load_tokenizer
         next_token_loss register row_generator sample_batch save scaled_dot_product_attention train_test_split
         generate_steps train skip_token_checks verify""",
-    "interp": """Circuit FactoredMatrix JacobianLens LanguageModel Metric Pairs Result Steps suppressed receiver_heads resampled
+    "interp": """Circuit Claim FactoredMatrix JacobianLens LanguageModel Metric Pairs Result Steps suppressed receiver_heads resampled
         TunedLens accumulated_logits accuracy activation_patching apply_norm
         acdc attribution_graph attribution_patching circuit_auroc circuits compare_effects compare_models completeness composition_scores
         copying_scores cross_entropy circuit_curve decompose direct_logit_attribution
@@ -224,7 +224,7 @@ def test_public_names_show_how_they_are_used(package):
     assert not silent
 
 
-FACES = "interp.directions interp.diffing interp.alignment interp.store interp.features interp.edits interp.plots"
+FACES = "interp.directions interp.diffing interp.alignment interp.claims interp.store interp.features interp.edits interp.plots"
 # A config has a field for each difference between architectures.
 LONG = {"TransformerConfig"}
 

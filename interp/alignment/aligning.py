@@ -16,7 +16,6 @@ Neural Representations".
    the controls reveal this.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -36,6 +35,7 @@ from interp.inputs.copies import numbered
 from interp.numbers.intervals import interval_text
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.results.result import Result
+from interp.runs.models import with_shuffled_weights
 from interp.runs.runs import Runs
 from interp.runs.sites import Choice, named
 
@@ -328,7 +328,7 @@ class _Places:
     """
 
     def __init__(self, fitted: Runs, tested: Runs, learn: Fit) -> None:
-        shuffled = _with_shuffled_weights(fitted.model, learn.seed)
+        shuffled = with_shuffled_weights(fitted.model, learn.seed)
         self._fitted = fitted
         self._tested = tested
         self._shuffled_fitted, self._shuffled_tested = (
@@ -436,16 +436,3 @@ def _drawn(pairs: Pairs, seed: int) -> Int[Tensor, " pair"]:
     order = torch.randperm(len(first_row), generator=torch.Generator().manual_seed(seed))
     donors = torch.tensor([first_row[text] for text in range(len(first_row))])[order]
     return donors[texts]
-
-
-def _with_shuffled_weights(model: nn.Module, seed: int) -> nn.Module:
-    """Return a copy of a model in which the numbers of each weight are permuted.
-
-    The copy has weights of the same scale, but has learned nothing.
-    """
-    shuffled = copy.deepcopy(model)
-    draw = torch.Generator().manual_seed(seed)
-    for weight in shuffled.parameters():
-        order = torch.randperm(weight.numel(), generator=draw).to(weight.device)
-        weight.data.copy_(weight.data.flatten()[order].view_as(weight))
-    return shuffled

@@ -13,7 +13,7 @@ from hooks.base import is_cancelled, warn, without_gradients
 from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
 from interp.kinds import require_made
-from interp.pairs.pairs import Pairs
+from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.results.result import Result
 from interp.runs.masked import CircuitSource, MaskedRuns
 
@@ -25,6 +25,8 @@ class CircuitRuns(MaskedRuns):
         model: the model of the circuit's graph.
         pairs, source, max_bytes: see `run_circuit`.
         circuit: a circuit. All circuits that are run must have the same graph.
+        direction: `noising` runs the clean texts, `denoising` the corrupted texts. Default:
+            `noising`.
 
     Attributes:
         none: the metric of the circuit without edges.
@@ -44,10 +46,11 @@ class CircuitRuns(MaskedRuns):
         circuit: Circuit,
         source: CircuitSource,
         max_bytes: int,
+        direction: PatchingDirection = "noising",
     ) -> None:
         require_made("circuit", circuit, Circuit)
         graph = Graph(model, split_embeddings="input" not in circuit.graph.writers)
-        super().__init__(graph, pairs, source, max_bytes=max_bytes)
+        super().__init__(graph, pairs, source, direction=direction, max_bytes=max_bytes)
         digests = self.runs.digests
         n_used = sum(digest in circuit.found_on for digest in digests)
         if n_used:

@@ -1,16 +1,20 @@
 """Two models: check that the values of one model can replace values of the other model.
 
+`with_shuffled_weights` makes another model, as a control.
+
 1. Both models run the clean texts, so the user may not choose a direction of patching
    (`require_no_direction`).
 2. Both models have the same points, with the same axes (`require_same_points`), and read the texts
    as the same tokens (`require_same_tokens`). Sizes are compared when the values are used.
 """
 
+import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import nn
 
 from hooks import HookedRunner
@@ -131,3 +135,20 @@ def require_same_tokens(
                     f"{token} and {other_token} at position {pos} of text {number}: pass tokens "
                     "that are right for both models"
                 )
+
+
+def with_shuffled_weights(model: nn.Module, seed: int) -> nn.Module:
+    """Return a copy of a model in which the numbers of each weight are permuted.
+
+    The copy has weights of the same scale, but has learned nothing.
+
+    Args:
+        model: the model.
+        seed: the seed of the permutations.
+    """
+    shuffled = copy.deepcopy(model)
+    draw = torch.Generator().manual_seed(seed)
+    for weight in shuffled.parameters():
+        order = torch.randperm(weight.numel(), generator=draw).to(weight.device)
+        weight.data.copy_(weight.data.flatten()[order].view_as(weight))
+    return shuffled

@@ -1,0 +1,14 @@
+"""Claims about a model that can be saved, exchanged and tested: `Claim.circuit(...).verify()`.
+
+Read `verdict` (a test and the worst of several tests) and `claim` first. `circuit` contains the
+tests of one kind of claim, and `trial` the tests that several kinds share. `texts` and `fields` are
+the file of a claim: pairs of texts and the model as JSON, and the checks of its fields.
+"""
+
+from hooks.base import missing_name as _missing_name
+from interp.claims.claim import Claim
+from interp.claims.verdict import Test, Verdict
+
+__all__ = ["Claim", "Test", "Verdict"]
+
+__getattr__ = _missing_name(__name__, __all__)

@@ -1,0 +1,360 @@
+"""Claims about a model that a machine can check: a statement, its evidence, and promised numbers.
+
+1. A constructor, such as `Claim.circuit`, records the statement, the model, the pairs on which it
+   was found, other pairs to test it, and the promised numbers.
+2. `save` writes a file of strict JSON, and `load` reads it and checks each field. The file contains
+   no code.
+3. `verify` tests the claim on a model as a sceptic would: on fresh pairs, against random
+   alternatives, with other seeds and other kinds of ablation. The tests are in the file of each
+   kind of claim, such as `circuit`.
+"""
+
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from hooks import CacheError, __version__
+from hooks.base import (
+    explains_calls,
+    require_choice,
+    require_integer,
+    require_module,
+    shows_progress,
+    storage,
+    strict_json,
+)
+from interp import plots
+from interp.claims.circuit import CircuitContent
+from interp.claims.fields import choice, fields, integer, text
+from interp.claims.texts import Identity, StoredPairs
+from interp.claims.trial import Content, Trial
+from interp.claims.verdict import Test, Verdict
+from interp.graph.circuit import Circuit
+from interp.pairs.pairs import Pairs
+
+_FORMAT = "hookscope-claim-1"
+_FEWEST_PAIRS = 4
+_KINDS: Mapping[str, type[Content]] = {"circuit": CircuitContent}
+_FIELDS = ("format", "kind", "says", "model", "versions", "seeds", "pairs", "test", "content")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Claim(plots.Shown):
+    """A statement about a model that can be saved, sent to others and tested.
+
+    Make a claim with `Claim.circuit`.
+
+    Attributes:
+        says: the statement in words.
+        model: the name of the model and the hashes of its config and of its weights.
+        pairs: the pairs on which the claim was found.
+        test: other pairs, on which `verify` tests the claim. None if there are no other pairs.
+        content: the object of the claim and the promised numbers.
+        versions: the versions of the libraries that made the claim.
+        seeds: the number of seeds of random alternatives.
+
+    >>> from interp.graph import Graph
+    >>> from models import load
+    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+    >>> circuit = Circuit(Graph(model), ["input->m0", "m0->m1", "m1->logits"])
+    >>> claim = Claim.circuit(model, pairs, circuit, "two MLPs write the t", name="pydoc-4l")
+    >>> claim  # doctest: +ELLIPSIS
+    Claim: two MLPs write the t
+      a circuit of 3 edges in pydoc-4l, hash ...
+      promised: faithful 0.8, complete 0.8, robust 0.5
+      found on 1 pairs; 0 pairs to test it
+    >>> import tempfile
+    >>> path = f"{tempfile.mkdtemp()}/claim.json"
+    >>> claim.save(path)
+    >>> Claim.load(path).says
+    'two MLPs write the t'
+    """
+
+    says: str
+    model: Identity
+    pairs: StoredPairs
+    test: StoredPairs | None
+    content: Content
+    versions: Mapping[str, str]
+    seeds: int
+    _model: nn.Module | None = field(default=None)
+
+    @classmethod
+    @explains_calls
+    def circuit(
+        cls,
+        model: nn.Module,
+        pairs: Pairs,
+        circuit: Circuit,
+        says: str,
+        *,
+        test: Pairs | None = None,
+        faithful: float = 0.8,
+        complete: float = 0.8,
+        robust: float = 0.5,
+        seeds: int = 5,
+        name: str = "",
+    ) -> "Claim":
+        """Return the claim that a circuit does what the whole model does.
+
+        Args:
+            model: the model of the circuit's graph.
+            pairs: the pairs on which the circuit was found. They need answers. Their metric is the
+                logit difference of right and wrong answers, or a log-probability; see `Pairs`.
+            circuit: the circuit.
+            says: the statement in words, such as `these edges copy the digit`.
+            test: other pairs, which a file of the claim contains for its tests. Default: none; then
+                pass fresh pairs to `verify`.
+            faithful: the promised share of the behaviour that the circuit keeps, from 0 to 1. It is
+                at least this share, and exceeds 1 by no more than it may fall below 1.
+            complete: the promised share of the behaviour that the model loses without the circuit.
+            robust: the promised share under another ablation, with exchanged texts and on a
+                paraphrase.
+            seeds: the number of seeds of random alternatives. Default: 5.
+            name: the name of the model, for people. Default: the name in its config, or of its
+                class.
+
+        Raises:
+            ValueError: if the circuit is empty or belongs to another model, a promise is not a
+                number from 0 to 1, or the pairs do not fit into a file: they have no answers,
+                another metric, spans, or inputs other than tokens.
+        """
+        content = CircuitContent.of(
+            model, circuit, faithful=faithful, complete=complete, robust=robust
+        )
+        return cls._made(model, pairs, content, says=says, test=test, seeds=seeds, name=name)
+
+    @classmethod
+    def _made(
+        cls,
+        model: nn.Module,
+        pairs: Pairs,
+        content: Content,
+        says: str,
+        test: Pairs | None,
+        seeds: int,
+        name: str,
+    ) -> "Claim":
+        """Return a claim about a model; for the arguments see `circuit`."""
+        if not isinstance(says, str) or not says.strip():
+            raise ValueError(f"says must be a text with the statement; got {says!r}")
+        require_integer("seeds", seeds)
+        return cls(
+            says=says,
+            model=Identity.of(model, name),
+            pairs=StoredPairs.of("pairs", pairs, model),
+            test=None if test is None else StoredPairs.of("test", test, model),
+            content=content,
+            versions={
+                "hookscope": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            seeds=seeds,
+            _model=model,
+        )
+
+    @shows_progress
+    def verify(
+        self,
+        model: nn.Module | None = None,
+        *,
+        fresh: Pairs | None = None,
+        paraphrase: Pairs | None = None,
+        on: Literal["another model"] | None = None,
+        seeds: int | None = None,
+        max_bytes: int = 2**30,
+        progress: bool = True,
+    ) -> Verdict:
+        """Test the claim, and return all tests with the worst of them as the verdict.
+
+        Each test compares a 95% interval over examples with a promised number: it *holds*, it
+        *fails*, or it *cannot tell*, because the interval contains the bound or there are too few
+        examples for an interval.
+
+        Args:
+            model: the model. Default: the model that the claim was made with, unless the claim was
+                loaded from a file.
+            fresh: pairs on which the claim was not found. Default: the pairs `test` of the claim.
+                Pairs on which the claim was found are left out. If no other pairs are left, all
+                tests run on the pairs of the claim, and the verdict is at best `cannot tell`.
+            paraphrase: pairs with the same behaviour in other words. Default: none.
+            on: `another model` if the claim is to be tested on a model with other weights. Default:
+                the model of the claim; with another model, the verdict is then at best `cannot
+                tell`.
+            seeds: the number of seeds of random alternatives. Default: the number of the claim.
+            max_bytes: see `run_circuit`.
+            progress: whether to show a bar after two seconds.
+
+        Returns:
+            A table of tests, whose rows a `Verdict` also returns by name.
+
+        Raises:
+            ValueError: if no model is given for a claim from a file, if `on` is unknown, or if the
+                model reads the tokens of the claim as other words.
+            UnknownNameError: if the model lacks a node of the claim.
+            ModeError: if the model is in training mode.
+        """
+        model = self._model if model is None else model
+        if model is None:
+            raise ValueError("model must be given for a claim from a file; got none")
+        require_module(model)
+        require_choice("on", on, (None, "another model"))
+        n_seeds = self.seeds if seeds is None else seeds
+        require_integer("seeds", n_seeds)
+        found_on = self.pairs.restored(model)
+        given = self._given(model, fresh)
+        usable = None if given is None else self._unseen(given, found_on)
+        trial = Trial(
+            model=model,
+            found_on=found_on,
+            fresh=found_on if usable is None else usable,
+            seeds=range(n_seeds),
+            paraphrase=None if paraphrase is None else paraphrase.read_by(model),
+            max_bytes=max_bytes,
+        )
+        identity = Identity.of(model)
+        tests = [
+            *self._tests_of_model(identity, on),
+            _test_of_texts(given, usable),
+            *self.content.tests(trial),
+        ]
+        return Verdict(self.says, self._about(trial, identity, usable), tuple(tests))
+
+    def _given(self, model: nn.Module, fresh: Pairs | None) -> Pairs | None:
+        """Return the pairs for the tests, before copies of the claim's pairs are left out."""
+        if fresh is not None:
+            return StoredPairs.of("fresh", fresh, model).restored(model)
+        return None if self.test is None else self.test.restored(model)
+
+    def _unseen(self, pairs: Pairs, found_on: Pairs) -> Pairs | None:
+        """Return the pairs on which the claim was not found; None if there are none."""
+        seen = {*found_on.digests(), *self.content.found_on}
+        rows = [row for row, digest in enumerate(pairs.digests()) if digest not in seen]
+        return pairs[rows] if rows else None
+
+    def _tests_of_model(self, identity: Identity, on: str | None) -> list[Test]:
+        """Return the test that the model has the hashes of the claim, unless another is asked."""
+        if on == "another model":
+            return []
+        if identity.is_same(self.model):
+            return [Test("same model", "holds", "equal hashes")]
+        note = "this is not the model of the claim; to test this model, pass on='another model'"
+        return [Test("same model", "cannot tell", "equal hashes", note=note)]
+
+    def _about(self, trial: Trial, identity: Identity, usable: Pairs | None) -> dict[str, str]:
+        """Return facts about a verification, for the table."""
+        differs = "" if identity.is_same(self.model) else ", which has other hashes"
+        fresh = "0" if usable is None else str(len(usable))
+        facts = {
+            "object": f"{self.content.title}, found on {len(trial.found_on)} pairs",
+            "model": f"{identity.name}, hash {identity.weights[:12]}{differs}; the claim is about "
+            f"{self.model.name}, hash {self.model.weights[:12]}",
+            "texts": f"{fresh} fresh pairs; {len(trial.seeds)} seeds of random alternatives",
+        }
+        return {**facts, **trial.behaviour.about()}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the claim as JSON types, as `save` writes it."""
+        return {
+            "format": _FORMAT,
+            "kind": self.content.kind,
+            "says": self.says,
+            "model": asdict(self.model),
+            "versions": dict(self.versions),
+            "seeds": self.seeds,
+            "pairs": self.pairs.as_json(),
+            "test": None if self.test is None else self.test.as_json(),
+            "content": self.content.as_json(),
+        }
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Claim":
+        """Load a claim from a file of `save`, after a check of every field.
+
+        Args:
+            path: the file.
+
+        Raises:
+            FileNotFoundError: if the file does not exist.
+            CacheError: if the file is not a claim in strict JSON, or if a field is missing, unknown
+                or wrong. The error names the field.
+        """
+        file = storage.path_of(path)
+        with storage.one_error(file, "be a claim that `save` wrote", CacheError):
+            return cls._from_json(strict_json.loads(file.read_text(encoding="utf-8")))
+
+    @classmethod
+    def _from_json(cls, value: Any) -> "Claim":
+        """Return a claim from JSON types."""
+        facts = fields(value, "the file", *_FIELDS)
+        choice(facts["format"], "format", (_FORMAT,))
+        kind = choice(facts["kind"], "kind", tuple(_KINDS))
+        versions = fields(facts["versions"], "versions", "hookscope", "torch", "python")
+        test = facts["test"]
+        return cls(
+            says=text(facts["says"], "says"),
+            model=Identity.from_json(facts["model"], "model"),
+            pairs=StoredPairs.from_json(facts["pairs"], "pairs"),
+            test=None if test is None else StoredPairs.from_json(test, "test"),
+            content=_KINDS[kind].from_json(facts["content"], "content"),
+            versions={name: text(fact, f"versions.{name}") for name, fact in versions.items()},
+            seeds=integer(facts["seeds"], "seeds", least=1),
+        )
+
+    def view(self) -> plots.View:
+        """Return a view of the claim."""
+        title, *lines = repr(self).splitlines()
+        return plots.View(title, [], says=lines)
+
+    def _writers(self) -> dict[str, Callable[[Path], object]]:
+        """Return the functions that `save` can call, by suffix."""
+        return {**super()._writers(), ".json": self._save}
+
+    def _save(self, path: Path) -> None:
+        """Write the claim as strict JSON."""
+        written = strict_json.dumps(self.as_json(), indent=1, ensure_ascii=False)
+        with storage.replacing(path) as partial:
+            partial.write_text(written + "\n", encoding="utf-8")
+
+    def __repr__(self) -> str:
+        n_test = 0 if self.test is None else len(self.test.clean)
+        promised: Mapping[str, Any] = self.content.as_json()["promised"]
+        numbers = ", ".join(f"{name} {value}" for name, value in promised.items())
+        lines = [
+            f"Claim: {self.says:.90}",
+            f"{self.content.title} in {self.model.name}, hash {self.model.weights[:12]}",
+            f"promised: {numbers}",
+            f"found on {len(self.pairs.clean)} pairs; {n_test} pairs to test it",
+        ]
+        return "\n  ".join(lines)
+
+
+def _test_of_texts(given: Pairs | None, usable: Pairs | None) -> Test:
+    """Return the test that there are enough pairs on which the claim was not found.
+
+    Args:
+        given: the pairs for the tests.
+        usable: the pairs among them on which the claim was not found.
+    """
+    n = 0 if usable is None else len(usable)
+    n_given = 0 if given is None else len(given)
+    note = ""
+    if n < n_given:
+        note = f"the claim was found on {n_given - n} of {n_given} pairs, which are left out"
+    if n == 0:
+        note = "there are no fresh pairs, so the tests run on the pairs of the claim: pass fresh="
+    return Test(
+        name="texts",
+        status="holds" if n >= _FEWEST_PAIRS else "cannot tell",
+        promised=f"at least {_FEWEST_PAIRS}",
+        measured=float(n),
+        unit="fresh pairs",
+        note=note,
+    )
