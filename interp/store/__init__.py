@@ -5,8 +5,9 @@ batches.
 
 Read `files` (the files on disk), `corpora` (texts in pieces) and `rows` (the stored rows of each
 piece) first. `harvesting` writes a store with `engines`, and `activations` reads it with
-`shuffling`. `summary` and `streaming` compute statistics, with or without a store. `arrow`
-exchanges stores with SAELens, and `together` is for models that are sharded over several processes.
+`shuffling`. `summary` and `streaming` compute statistics, with or without a store. `imported`
+writes values that other programs have computed: `arrow` exchanges stores with SAELens, and `vllm`
+reads hidden states of vLLM. `together` is for models that are sharded over several processes.
 
 >>> import tempfile
 >>> from interp.store import Activations, harvest
@@ -27,6 +28,7 @@ from interp.store.harvesting import harvest
 from interp.store.rows import Settings
 from interp.store.streaming import PlannedHarvest, plan, statistics
 from interp.store.summary import Statistics, StatisticsByPoint
+from interp.store.vllm import from_vllm
 
 __all__ = [
     "Activations",
@@ -36,6 +38,7 @@ __all__ = [
     "Statistics",
     "StatisticsByPoint",
     "from_arrow",
+    "from_vllm",
     "harvest",
     "plan",
     "statistics",

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from hooks.base import at_least_float32, library, storage, unknown_name
 from interp.store.activations import Activations
-from interp.store.files import Folder, described, require_same, store_of
-from interp.store.harvesting import finish, known, write
-from interp.store.rows import FORMAT, Settings
+from interp.store.imported import Context, imported
+from interp.store.rows import Settings
 from interp.transformer_lens import hooks_name
 
 TOKENS = "token_ids"
@@ -150,36 +149,15 @@ def from_arrow(
         if column not in table.column_names:
             raise unknown_name(column, table.column_names, f"column of {os.fspath(folder)}")
     settings = Settings(context=len(table[0][TOKENS]) if len(table) else None, per_file=per_file)
-    manifest: dict[str, Any] = {
-        "format": FORMAT,
-        "points": {name: ["d_in"] for name in names.values()},
-        **dict.fromkeys(("model", "config", "weights", "parts"), ""),
-        **settings.described(),
-    }
-    target = Folder(out)
-    store = store_of(manifest)
-    files = dict[str, dict[str, Any]]()
-    require_same(manifest, target)
-    for number, batch in enumerate(table.iter(per_file)):
-        n, context = batch[TOKENS].shape
-        first = number * per_file
-        places = torch.arange(context).repeat(n).int()
-        values = {point: batch[column].flatten(0, 1) for column, point in names.items()}
-        tensors = {
-            **values,
-            "tokens": batch[TOKENS].flatten().int(),
-            "text": torch.arange(first, first + n).repeat_interleave(context).int(),
-            "offset": places,
-            "pos": places,
-        }
-        facts = {"store": store, "first": first, "texts": n, **described(tensors)}
-        facts_of_file = known(manifest, target, number=number, facts=facts)
-        if not facts_of_file:
-            facts_of_file = write(manifest, target, number=number, facts=facts, tensors=tensors)
-        files[str(number)] = facts_of_file
-    end = {"of": len(files), "texts": len(table), "files": files}
-    finish(manifest, target, shard=(0, 1), end=end)
-    return Activations(out)
+
+    def contexts() -> Iterator[Context]:
+        """Yield the tokens and values of each row of the data set."""
+        for batch in table.iter(per_file):
+            for number, tokens in enumerate(batch[TOKENS]):
+                values = {point: batch[column][number] for column, point in names.items()}
+                yield Context(tokens, values)
+
+    return imported(contexts(), out, dict.fromkeys(names.values(), ("d_in",)), settings)
 
 
 def _starts(pos: Tensor) -> Tensor:

@@ -211,8 +211,8 @@ def norm_of(call: Call) -> TracedNorm | None:
             return None
     gains: list[Tensor | float] = [1.0]
     if isinstance(weight, Tensor):
-        gain = at_least_float32(whole(weight).to(x.device))
-        gains = [gain, 1 + gain]
+        given_gain = at_least_float32(whole(weight).to(x.device))
+        gains = [given_gain, 1 + given_gain]
     shift = at_least_float32(whole(bias).to(x.device)) if isinstance(bias, Tensor) else 0.0
     # Families compute norms in float32, also for float64 streams.
     best = max(32 * torch.finfo(torch.float32).eps, 4 * torch.finfo(output.dtype).eps)
