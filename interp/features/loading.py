@@ -65,7 +65,8 @@ def load_sae(
             (Gemma Scope 1, sparsify).
 
     Returns:
-        One dictionary.
+        One dictionary. Its features have the scale of activations that are not normalized. For
+        Llama Scope, SAELens multiplies the features by `dictionary.config["input_factor"]`.
 
     Raises:
         FileNotFoundError: if the path does not exist here or on the hub, or contains no known

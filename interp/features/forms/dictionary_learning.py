@@ -43,6 +43,47 @@ _NAMES: dict[str, tuple[set[str], set[str]]] = {
 }
 
 
+# The kind of dictionary by the names of its tensors in the file. Dictionaries with top-k features
+# of a position and of a batch have the same names, so their files need a config.
+_KINDS = {
+    frozenset({"encoder.weight", "encoder.bias", "decoder.weight", "bias"}): "AutoEncoder",
+    frozenset({"encoder.weight", "encoder.bias", "decoder.weight", "decoder.bias"}): (
+        "AutoEncoderNew"
+    ),
+    frozenset(
+        {"encoder.weight", "decoder.weight", "decoder_bias", "r_mag", "gate_bias", "mag_bias"}
+    ): "GatedAutoEncoder",
+    frozenset({"W_enc", "b_enc", "W_dec", "b_dec", "threshold"}): "JumpReluAutoEncoder",
+    frozenset(
+        {"W_enc", "b_enc", "W_dec", "b_dec", "threshold", "k", "group_sizes"}
+    ): "MatryoshkaBatchTopKSAE",
+}
+_WITH_K = {"encoder.weight", "encoder.bias", "decoder.weight", "b_dec", "k", "threshold"}
+
+
+def read_without_config(path: Path, content: Mapping[str, Any]) -> Dictionary | None:
+    """Return the dictionary in a file without its `config.json`; None if the file is of another
+    library.
+
+    Args:
+        path: the path of the file, for the error.
+        content: the content of the file.
+
+    Raises:
+        ValueError: if several kinds of dictionaries have the same tensors.
+    """
+    inner = content.get("ae", content)
+    names = frozenset(inner) if isinstance(inner, dict) else frozenset()
+    if names == _WITH_K:
+        raise ValueError(
+            f"config.json must be beside {path}, because AutoEncoderTopK and BatchTopKSAE have the "
+            'same tensors (write {"trainer": {"dict_class": "BatchTopKSAE"}} into it)'
+        )
+    if names not in _KINDS:
+        return None
+    return _dictionary(_KINDS[names], content, trainer={}, norm_factor=None)
+
+
 def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
     """Return the dictionary in `config.json` and `ae.pt`. The training may have been interrupted.
 
@@ -55,8 +96,22 @@ def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
         norm_factor: see `load_sae`.
     """
     trainer = _trainer(json_of(folder / "config.json"))
-    weights, norm_factor = _weights(pickled(folder / "ae.pt"), norm_factor)
     kind = trainer.get("dict_class")
+    return _dictionary(kind, pickled(folder / "ae.pt"), trainer=trainer, norm_factor=norm_factor)
+
+
+def _dictionary(
+    kind: Any, saved: Mapping[str, Any], trainer: Mapping[str, Any], norm_factor: float | None
+) -> Dictionary:
+    """Return the dictionary of a kind, from the content of its file.
+
+    Args:
+        kind: the name of the class in dictionary_learning.
+        saved: the content of the file.
+        trainer: the settings of the training.
+        norm_factor: see `load_sae`.
+    """
+    weights, norm_factor = _weights(saved, norm_factor)
     tensors = _renamed(weights)
     # The library scales the biases at the end of a training.
     if norm_factor is not None:
@@ -76,7 +131,7 @@ def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
         subtracts_b_dec=kind not in ("JumpReluAutoEncoder", "AutoEncoderNew"),
         reads=place,
         writes=place,
-        config=trainer,
+        config={**trainer},
     )
 
 

@@ -151,5 +151,5 @@ def _scaled_dictionary(
         activation=JumpReLU(threshold, relu=False),
         reads=reads,
         writes=ours(config.get("hook_point_out")) or reads,
-        config=config,
+        config={**config, "input_factor": s_in},
     )

@@ -1,6 +1,6 @@
 """Read dictionaries that are a single file of `torch.save`:
 
-OpenAI, Qwen Scope, Goodfire, and Kissane et al. on `z`.
+OpenAI, Qwen Scope, Goodfire, Kissane et al. on `z`, and dictionary_learning without its config.
 """
 
 import re
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from interp.features.activations import TopK
 from interp.features.dictionary import Dictionary
+from interp.features.forms import dictionary_learning
 from interp.features.forms.common import BY_HAND, json_of, pickled, require, whole_of
 from interp.features.places import ours
 
@@ -35,6 +36,8 @@ def read(path: Path, *, k: int | None = None) -> Dictionary:
             `L0_` in the name of the repository.
     """
     content = pickled(path)
+    if k is None and (made := dictionary_learning.read_without_config(path, content)):
+        return made
     if "W_enc" in content and _is_hook_z(content):
         return _hook_z(path, content, k)
     if "W_enc" in content:

@@ -412,6 +412,27 @@ def test_top_k_of_dictionary_learning_before_its_k_was_a_buffer(tmp_path):
         load_sae(folder)
 
 
+ALONE = ["AutoEncoder", "AutoEncoderNew", "GatedAutoEncoder", "JumpReluAutoEncoder"]
+ALONE += ["MatryoshkaBatchTopKSAE"]
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_a_file_of_dictionary_learning_without_its_config(kind, tmp_path):
+    folder = FIXTURES / f"dictionary_learning_{kind}"
+    path, wanted = shutil.copy(folder / "ae.pt", tmp_path), expected(folder)
+    for made in (load_sae(path), load_sae(tmp_path)):
+        assert_close(made.encode(wanted["x"]), wanted["features"], **CLOSE)
+        assert_close(made(wanted["x"]), wanted["output"], **CLOSE)
+        assert made.reads is None
+
+
+@pytest.mark.parametrize("kind", ["AutoEncoderTopK", "BatchTopKSAE", "interrupted"])
+def test_kinds_with_the_same_tensors_need_a_config(kind, tmp_path):
+    path = shutil.copy(FIXTURES / f"dictionary_learning_{kind}" / "ae.pt", tmp_path)
+    with pytest.raises(ValueError, match=r"config\.json must be beside"):
+        load_sae(path)
+
+
 @pytest.mark.parametrize("name", ["batchtopk", "jumprelu", "matryoshka"])
 def test_sae_lens_with_flat_fields_beside_metadata(name, tmp_path):
     """Early files of SAELens 6 have the fields of the training next to `metadata`.

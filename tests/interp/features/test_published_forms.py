@@ -156,6 +156,7 @@ def test_llama_scope(norms, by_length, tmp_path):
         return normed / s_in * (length * s_in / s_out if by_length else 1) > 0.75390625
 
     agrees(made, *by_their_steps(weights, *norms, is_active))
+    assert made.config["input_factor"] == pytest.approx(D_IN**0.5 / norms[0])
     assert made.reads == made.writes == "blocks.24.resid_post"
     assert not made.is_transcoder
 
