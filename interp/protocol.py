@@ -55,14 +55,19 @@ class LanguageModel(Protocol):
     A graph (`interp.graph`, circuits) also needs blocks that declare their `branches` (see
     `models.block.Branch`): attention, and then the MLP if there is one. Each branch adds
     `added(after(sublayer(norm(stream))))` to the stream. It reads the stream at the point `reads`,
-    before or after the output of attention is added; `added` is a point too.
+    before or after the output of attention is added; `added` is a point too. A branch may state its
+    `kind`: `attn`, `mlp`, or `mixer` for another sublayer that moves information between positions.
 
-    The `sublayer` of attention is `mix(*project(x), context)`. `project` returns the queries, keys
-    and values of each head, which are linear in `x`, by `W_Q`, `b_Q` and so on. `mix` computes the
-    output of attention from them, through a point `z` and with `W_O` and `b_O`. A norm is an
-    identity, or a LayerNorm or RMSNorm with a point `scale`, the number that it divides by. Norms
-    that are not PyTorch's classes need `centres`, which is True if the norm subtracts the mean.
-    `weight` and `bias` are the gain and the bias of a norm, or None.
+    A mixer, and a `sublayer` of attention without `project`, is one node of a graph, and is called
+    as `sublayer(x, context)`. Without `W_O`, it has a tensor `weight`, whose dtype and device are
+    the dtype and the device of the block.
+
+    The `sublayer` of attention with separate heads is `mix(*project(x), context)`. `project`
+    returns the queries, keys and values of each head, which are linear in `x`, by `W_Q`, `b_Q` and
+    so on. `mix` computes the output of attention from them, through a point `z` and with `W_O` and
+    `b_O`. A norm is an identity, or a LayerNorm or RMSNorm with a point `scale`, the number that it
+    divides by. Norms that are not PyTorch's classes need `centres`, which is True if the norm
+    subtracts the mean. `weight` and `bias` are the gain and the bias of a norm, or None.
 
     A sublayer may have an `adapter` (`Adapter`). The weights of the sublayer then contain the
     adapter. Sums of components separate it: they use `adapter.base()` for heads and neurons, and

@@ -1,7 +1,7 @@
 """Transformer blocks: one class for each form. Each forward reads like its equation."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -33,6 +33,8 @@ class Branch:
         added: the point of the vector that is added to the stream.
         joined: the norm that is applied to the sum of the stream and the added vector. None without
             such a norm.
+        kind: `attn`, `mlp`, or `mixer` for a sublayer without attention that moves information
+            between positions.
     """
 
     reads: nn.Module
@@ -41,6 +43,7 @@ class Branch:
     after: nn.Module
     added: nn.Module
     joined: nn.Module | None = None
+    kind: Literal["attn", "mixer", "mlp"] | None = None
 
     def __call__(
         self, stream: Float[Tensor, "batch pos d_model"], *context: Any

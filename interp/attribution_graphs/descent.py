@@ -184,9 +184,10 @@ class Descent:
         rows = self.rows[:n_targets]
         layer = run.graph.layers[n]
         attention = layer.attention.sublayer
-        added = layer.added
+        added, scale = layer.heads.added, layer.heads.scale
+        assert added is not None
         rows[:, -1] += directions.sum(0) @ run.like(added.constant)
-        along = directions if layer.scale is None else directions / run.at(layer.scale)[:stop, None]
+        along = directions if scale is None else directions / run.at(scale)[:stop, None]
         rows[:, -1] += along.sum(0) @ run.like(added.bias)
         W_O, W_V, b_V = (run.like(part) for part in (added.weight, attention.W_V, attention.b_V))
         heads, d_head, _ = W_O.shape

@@ -264,7 +264,7 @@ class FrozenRun:
     @property
     def n_heads(self) -> int:
         """The largest number of heads in a layer."""
-        return max(layer.heads.stop - layer.heads.start for layer in self.graph.layers)
+        return max(layer.n_heads for layer in self.graph.layers)
 
     @property
     def embeddings(self) -> list[int]:

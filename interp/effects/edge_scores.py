@@ -167,8 +167,8 @@ class _Target(NamedTuple):
 
 
 def _factors(graph: Graph, device: torch.device) -> list[Any]:
-    """Return the factors of each layer's attention output on a device; see `Graph.all_writers`."""
-    return [all_to_device(layer.added, device) for layer in graph.layers]
+    """Return the factors of the heads of each sublayer on a device; see `Graph.all_writers`."""
+    return [all_to_device(sublayer.added, device) for sublayer in graph.sublayers]
 
 
 class EdgeScores:
@@ -385,9 +385,6 @@ def _at(gradient: Tensor, row: int, columns: Tensor, space: Tensor) -> Tensor:
 
 def _writers_by_point(graph: Graph) -> dict[str, range]:
     """Return the writers that are added to the stream at each point."""
-    by_point = {graph.layers[0].attention.reads: range(graph.layers[0].heads.start)}
-    for layer in graph.layers:
-        by_point[layer.attention.added] = range(layer.attn.start, layer.attn.stop)
-        if layer.mlp is not None:
-            by_point[layer.mlp.branch.added] = range(layer.mlp.writer, layer.mlp.writer + 1)
+    by_point = {graph.sublayers[0].branch.reads: range(graph.n_inputs)}
+    by_point |= {sublayer.branch.added: sublayer.writers for sublayer in graph.sublayers}
     return {graph.names[point]: writers for point, writers in by_point.items()}

@@ -253,7 +253,7 @@ class Paths:
         # The first writers are the embeddings, which move together. So the change of the metric is
         # known only for the sum over all edges of these writers. This sum leaves out the last
         # column, which is not an edge.
-        n_inputs = self._scores.graph.layers[0].heads.start
+        n_inputs = self._scores.graph.n_inputs
         change = self._scores.changes(slice(None))[:n_inputs].sum(0, keepdim=True)
 
         def at(paths: Sequence[int], share: float) -> tuple[Tensor, Tensor]:

@@ -21,9 +21,9 @@ class StreamReaders(NamedTuple):
         stream: the name of the point before the norm.
         norm: the norm.
         at: the name of the module at whose output the gradient is taken. For heads, this is the
-            projection to queries, keys and values; for the MLP and the logits, the norm.
-        weight: the projection of each head; None for the MLP and the logits, which read the output
-            of the norm.
+            projection to queries, keys and values; for all other readers, the norm.
+        weight: the projection of each head; None for the MLP, a mixer that is one node and the
+            logits, which read the output of the norm.
         readers: the indices of the readers in the graph.
     """
 
@@ -36,24 +36,20 @@ class StreamReaders(NamedTuple):
 
 def readings(graph: Graph) -> Iterator[StreamReaders]:
     """Yield all readers of a graph in the order of computation."""
-    for n, layer in enumerate(graph.layers):
-        attention = layer.attention
-        d_head = attention.sublayer.W_O.shape[1]
+    names = {module: name for name, module in graph.model.named_modules()}
+    for sublayer in graph.sublayers:
+        branch = sublayer.branch
+        at, weight = branch.norm, None
+        if sublayer.is_divided:
+            at = branch.sublayer.qkv
+            weight = at.weight.unflatten(0, (-1, branch.sublayer.W_O.shape[1]))
         yield StreamReaders(
-            stream=graph.names[attention.reads],
-            norm=attention.norm,
-            at=f"blocks.{n}.attn.qkv",
-            weight=attention.sublayer.qkv.weight.unflatten(0, (-1, d_head)),
-            readers=slice(layer.q.start, layer.v.stop),
+            stream=graph.names[branch.reads],
+            norm=branch.norm,
+            at=names[at],
+            weight=weight,
+            readers=sublayer.reads,
         )
-        if layer.mlp is not None:
-            yield StreamReaders(
-                stream=graph.names[layer.mlp.branch.reads],
-                norm=layer.mlp.branch.norm,
-                at=f"blocks.{n}.ln2",
-                weight=None,
-                readers=slice(layer.mlp.reader, layer.mlp.reader + 1),
-            )
     logits = len(graph.readers) - 1
     yield StreamReaders(
         stream=graph.needed[-1],

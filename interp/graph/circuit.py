@@ -291,11 +291,10 @@ def feeding(graph: Graph) -> Bool[Tensor, "writer reader"]:
     Heads that share keys and values also share these readers.
     """
     feeds = torch.zeros(graph.allowed.shape, dtype=torch.bool)
-    for layer in graph.layers:
-        for part in (layer.q, layer.k, layer.v):
-            heads_per_part = (layer.heads.stop - layer.heads.start) // (part.stop - part.start)
-            for n, head in enumerate(range(layer.heads.start, layer.heads.stop)):
+    for sublayer in graph.sublayers:
+        heads = range(sublayer.heads.start, sublayer.heads.stop)
+        for part in sublayer.readers:
+            heads_per_part = len(heads) // (part.stop - part.start)
+            for n, head in enumerate(heads):
                 feeds[head, part.start + n // heads_per_part] = True
-        if layer.mlp is not None:
-            feeds[layer.mlp.writer, layer.mlp.reader] = True
     return feeds

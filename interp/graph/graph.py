@@ -49,6 +49,10 @@ class Graph(HintsAtNames):
     `a0.bias` is a writer if it is not zero. It has edges only if a norm divides `b_O` by its scale.
     Otherwise `a0.bias` is the same in every run, so replacing it has no effect.
 
+    A sublayer that cannot be divided is one node, which writes one sum and reads the stream once:
+    `x5` is a mixer of positions without attention, such as a state space, and `a5` is attention
+    whose heads, or queries, keys and values, cannot be separated, such as latent attention.
+
     LoRA adapters of an attached model are merged into the weights, so heads and MLPs contain their
     adapters.
 
@@ -64,7 +68,9 @@ class Graph(HintsAtNames):
     Attributes:
         model: the model whose parts the graph uses.
         writers, readers: the names of the nodes, in the order of computation.
+        n_inputs: the number of the first writers, which write the stream of the first block.
         layers: the nodes of each block.
+        sublayers: the sublayers of all blocks, in the order of computation.
         allowed: a boolean table of the edges that exist.
         names: the name of each point of the model.
         points: the points that `contributions` needs in a cache.
@@ -92,19 +98,23 @@ class Graph(HintsAtNames):
         points = HookedRunner(self.model).points
         self.names = {point.module: name for name, point in points.items()}
         self._inputs, self._norm = self._sum_of_inputs(split_embeddings)
-        # Map each node to the time when it writes or reads. Time counts sublayers, two for each
-        # block. A reader reads the outputs of the writers with the same or an earlier time.
+        # Map each node to the time when it writes or reads. A reader reads the outputs of writers
+        # with the same or an earlier time.
         writers: dict[NodeName, int] = {}
         readers: dict[NodeName, int] = {}
         inputs = [self.names[point] for point in self._inputs] if split_embeddings else ["input"]
         add(writers, 0, map(NodeName, inputs))
         if linear_part(self._norm, self.model.config.d_model).bias.any():
             add(writers, 0, [NodeName("input.bias")])
-        self.layers = tuple(
-            nodes_of_block(n, block, writers=writers, readers=readers)
-            for n, block in enumerate(blocks)
-        )
-        add(readers, 2 * len(blocks), [NodeName("logits")])
+        self.n_inputs = len(writers)
+        time = 0
+        layers = []
+        for n, block in enumerate(blocks):
+            layer, time = nodes_of_block(n, block, writers=writers, readers=readers, time=time)
+            layers.append(layer)
+        self.layers = tuple(layers)
+        self.sublayers = tuple(part for layer in layers for part in layer.sublayers)
+        add(readers, time, [NodeName("logits")])
         self.writers = tuple(writers)
         self.readers = tuple(readers)
         self._places: dict[str, dict[str, int]] = {
@@ -135,9 +145,12 @@ class Graph(HintsAtNames):
         """
         # A bias varies only if the scale of a norm divides it.
         varying_biases = []
-        for layer in self.layers:
-            if layer.scale is not None and layer.added.bias.any():
-                varying_biases.append(layer.bias)
+        for sublayer in self.sublayers:
+            if sublayer.scale is None:
+                continue
+            added = sublayer.added
+            if added is not None and added.bias.any():
+                varying_biases.append(sublayer.bias)
         varies = []
         for n, name in enumerate(writers):
             varies.append(n in varying_biases or not name.kind.endswith("bias"))
@@ -157,13 +170,14 @@ class Graph(HintsAtNames):
         yield from self._inputs
         if self._norm is not None:
             yield self._norm.scale
-        for layer in self.layers:
-            yield layer.attention.sublayer.z
-            if layer.scale is not None:
-                yield layer.scale
-            if layer.mlp is not None:
-                yield layer.mlp.branch.added
+        for sublayer in self.sublayers:
+            yield from sublayer.points()
         yield self.model.blocks[-1].resid_post
+
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor with the dtype and the device of the first block's weights."""
+        return self.layers[0].weight.new_empty(0)
 
     def runner(self) -> HookedRunner:
         """Return a runner of the model whose parts the graph uses.
@@ -341,15 +355,14 @@ class Graph(HintsAtNames):
 
         Args:
             at: a function that returns the value of a point in a run.
-            added: the factors of the attention output of each block. Default: compute them.
+            added: the factors of the heads of each sublayer. Default: compute them.
         """
         inputs = self.inputs(at)
         vectors = rearrange(inputs, "writer batch pos d_model -> batch pos writer d_model")
         yield Writers(self.writers[: len(inputs)], vectors)
-        factors = added or [None] * len(self.layers)
-        for layer, factor in zip(self.layers, factors, strict=True):
-            yield from layer.attention_writers(at, factor)
-            yield from layer.mlp_writers(at)
+        factors = added or [None] * len(self.sublayers)
+        for sublayer, factor in zip(self.sublayers, factors, strict=True):
+            yield from sublayer.outputs(at, factor)
 
     def inputs(self, at: At) -> Float[Tensor, "writer batch pos d_model"]:
         """Return the contributions of the first writers, the embeddings."""

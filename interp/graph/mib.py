@@ -2,14 +2,15 @@
 
 The formats are JSON and PyTorch's (Mueller et al. 2025). MIB has keys and values for each query
 head. If heads share keys and values, their scores are summed when a file is read, and divided
-equally when a file is written. MIB's scores are effects on a loss, so scores of edges change their
+equally when a file is written. Sublayers that are one node, such as `x5` or `a5`, have names like
+MIB's `m5`. MIB's scores are effects on a loss, so scores of edges change their
 sign here. Scores of nodes and neurons are not changed.
 """
 
 import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,6 @@ from hooks import CacheError
 from hooks.base import storage, strict_json, warn
 from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
-from interp.results.node import NodeName, node_name
 
 _NEEDED = ("cfg", "src_nodes", "dst_nodes", "edges_scores", "edges_in_graph", "nodes_in_graph")
 
@@ -123,7 +123,7 @@ def write_mib(
             raise ValueError(f"{name} must be {shape} in this graph; got {[*scores.shape]}")
     is_kept = {name: name in circuit.nodes for name in nodes}
     describe = _pt if suffix == ".pt" else _json
-    contents = describe(_config(graph), is_kept, edges, score=node_scores, neurons=neuron_scores)
+    contents = describe(graph, is_kept, edges, score=node_scores, neurons=neuron_scores)
     text = "" if describe is _pt else strict_json.dumps(contents)
     with storage.replacing(Path(path)) as partial:
         if describe is _pt:
@@ -167,12 +167,12 @@ def _of_json(table: Any) -> tuple[Edges, Scores, Scores]:
 
 
 def _json(
-    config: dict[str, Any], nodes: dict[str, bool], edges: Edges, score: Scores, neurons: Scores
+    graph: Graph, nodes: dict[str, bool], edges: Edges, score: Scores, neurons: Scores
 ) -> dict[str, Any]:
     """Return the contents of a JSON file.
 
     Args:
-        config: the sizes of the model.
+        graph: the graph.
         nodes: whether each node is in the circuit, by name.
         edges: the edges.
         score: the scores of the nodes.
@@ -193,7 +193,7 @@ def _json(
         name: {"score": edge_score, "in_graph": is_kept}
         for name, (edge_score, is_kept) in edges.items()
     }
-    return {"cfg": config, "nodes": described_nodes, "edges": described_edges}
+    return {"cfg": _config(graph), "nodes": described_nodes, "edges": described_edges}
 
 
 def _of_pt(
@@ -210,7 +210,7 @@ def _of_pt(
     """
     config, sources, targets, scores, is_kept, _ = (table[key] for key in _NEEDED)
     writers = _writers_with_edges(graph)
-    readers = _readers(_config(graph))
+    readers = _readers(graph)
     has_same_order = bool(config["parallel_attn_mlp"]) == _config(graph)["parallel_attn_mlp"]
     edges = {}
     if has_same_order and [*sources] == writers and [*targets] == readers:
@@ -222,11 +222,11 @@ def _of_pt(
 
 
 def _pt(
-    config: dict[str, Any], nodes: dict[str, bool], edges: Edges, score: Scores, neurons: Scores
+    graph: Graph, nodes: dict[str, bool], edges: Edges, score: Scores, neurons: Scores
 ) -> dict[str, Any]:
     """Return the contents of a PyTorch file; see `_json` for the arguments."""
     writers = [*nodes]
-    readers = _readers(config)
+    readers = _readers(graph)
     edge_scores, edge_is_kept = torch.zeros(2, len(writers), len(readers))
     for name, (edge_score, is_kept) in edges.items():
         writer, _, reader = name.partition("->")
@@ -234,7 +234,7 @@ def _pt(
         edge_scores[place] = edge_score
         edge_is_kept[place] = is_kept
     node_is_kept = torch.tensor([*nodes.values()])
-    values = [config, writers, readers, edge_scores, edge_is_kept.bool(), node_is_kept]
+    values = [_config(graph), writers, readers, edge_scores, edge_is_kept.bool(), node_is_kept]
     contents = dict(zip(_NEEDED, values, strict=True))
     if score is not None:
         contents["nodes_scores"] = score
@@ -246,23 +246,33 @@ def _pt(
 
 def _config(graph: Graph) -> dict[str, Any]:
     """Return the sizes of a model in MIB's format."""
-    first = graph.layers[0]
     return {
         "n_layers": len(graph.layers),
-        "n_heads": first.heads.stop - first.heads.start,
-        "parallel_attn_mlp": first.is_parallel,
+        "n_heads": max(layer.n_heads for layer in graph.layers),
+        "parallel_attn_mlp": graph.layers[0].is_parallel,
         "d_model": graph.model.config.d_model,
     }
 
 
-def _readers(config: Mapping[str, Any]) -> list[str]:
+def _readers(graph: Graph) -> list[str]:
     """Return the names of the readers in MIB's order."""
-    readers: list[NodeName] = []
-    for layer in range(config["n_layers"]):
-        for part in "qkv":
-            readers += [node_name(layer, part, head) for head in range(config["n_heads"])]
-        readers.append(node_name(layer, "mlp"))
-    return [*map(str, readers), "logits"]
+    return [name for names in _reader_names(graph) for name in names]
+
+
+def _reader_names(graph: Graph) -> Iterator[list[str]]:
+    """Yield the names of each reader in MIB's format: several if query heads share a key head."""
+    for sublayer in graph.sublayers:
+        heads = graph.writers[sublayer.heads]
+        for part in sublayer.readers:
+            readers = graph.readers[part]
+            n_sharing = len(heads) // len(readers)
+            for n, reader in enumerate(readers):
+                if sublayer.is_divided:
+                    sharing = heads[n * n_sharing : (n + 1) * n_sharing]
+                    yield [f"{head}<{reader.kind}>" for head in sharing]
+                else:
+                    yield [str(reader)]
+    yield [str(graph.readers[-1])]
 
 
 def _writers_with_edges(graph: Graph) -> list[str]:
@@ -273,22 +283,17 @@ def _writers_with_edges(graph: Graph) -> list[str]:
 
 def _mib_names(graph: Graph) -> dict[tuple[int, int], list[str]]:
     """Return the names of each edge in MIB's format: several if query heads share a key head."""
-    others = [name for name in graph.writers if name.kind not in ("input", "head", "mlp")]
+    kinds = ("input", "head", "attn", "mixer", "mlp")
+    others = [name for name in graph.writers if name.kind not in kinds]
     unknown = [*{*others} & {*_writers_with_edges(graph)}]
-    if unknown or any(layer.mlp is None for layer in graph.layers):
+    # MIB has no names of undivided sublayers, so their graphs may also have blocks without MLPs.
+    is_divided = all(part.is_divided or part.kind == "mlp" for part in graph.sublayers)
+    if unknown or (is_divided and any(layer.mlp is None for layer in graph.layers)):
         raise ValueError(
             "MIB's format has edges from the input, heads and an MLP in each block; this graph has "
             f"{unknown or 'blocks without MLPs'}"
         )
-    readers = {n: [str(name)] for n, name in enumerate(graph.readers)}
-    for layer in graph.layers:
-        heads = graph.writers[layer.heads]
-        for letter, part in (("k", layer.k), ("v", layer.v)):
-            n_key_heads = part.stop - part.start
-            n_sharing = len(heads) // n_key_heads
-            for key_head in range(n_key_heads):
-                sharing = heads[key_head * n_sharing : (key_head + 1) * n_sharing]
-                readers[part.start + key_head] = [f"{head}<{letter}>" for head in sharing]
+    readers = [*_reader_names(graph)]
     names_of_edges = {}
     for writer, reader in graph.allowed.nonzero().tolist():
         names = [f"{graph.writers[writer]}->{name}" for name in readers[reader]]

@@ -1,8 +1,8 @@
-"""The nodes of one block in a graph: its heads and its MLP, as writers and as readers."""
+"""The nodes of one block in a graph: its heads, mixers and MLPs, as writers and as readers."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from einops import rearrange
@@ -139,114 +139,142 @@ def added_by(branch: Any, weight: Tensor, bias: Tensor) -> Added:
     return Added(linear.after(weight), bias, like(linear.bias, bias))
 
 
-class MLP(NamedTuple):
-    """The MLP of a block.
-
-    Attributes:
-        writer: the index of the MLP among the writers.
-        reader: the index of the MLP among the readers.
-        branch: the branch of the MLP; see `interp.protocol.LanguageModel`.
-    """
-
-    writer: int
-    reader: int
-    branch: Any
+Kind = Literal["attn", "mixer", "mlp"]
+"""The kind of a sublayer. A mixer moves information between positions without attention."""
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
-    """The nodes of one block, as indices of the writers and the readers of a graph.
+class Sublayer:
+    """The nodes of one sublayer, as indices of the writers and the readers of a graph.
+
+    Attention that can be divided writes one vector for each head and reads queries, keys and
+    values separately. Any other sublayer writes one vector, and reads the stream once. Attention
+    that can be divided only at its output writes one vector for each head and reads the stream
+    once.
 
     Attributes:
         n: the number of the block.
-        attention: the attention branch of the block; see `interp.protocol.LanguageModel`.
-        heads: the indices of the heads among the writers.
+        kind: the kind of the sublayer.
+        branch: the branch of the sublayer; see `interp.protocol.LanguageModel`.
+        heads: the indices among the writers, one for each head. A sublayer without heads has one
+            index.
         bias: the index of the writer that contains the biases of attention: all that attention adds
-            besides its heads. It is the next index after the heads; None if the biases are zero.
-        q, k, v: the indices of the heads among the readers; `k` and `v` have one index for each key
-            head.
-        mlp: the MLP; None if the block has no MLP.
+            besides its heads. It is the next index after the heads; None if the biases are zero or
+            the sublayer has no heads.
+        readers: the indices among the readers. Divided attention has three slices: queries, keys
+            and values, with one key and one value for each key head. Any other sublayer has one
+            slice with one index.
     """
 
     n: int
-    attention: Any
+    kind: Kind
+    branch: Any
     heads: slice
     bias: int | None
-    q: slice
-    k: slice
-    v: slice
-    mlp: MLP | None
+    readers: tuple[slice, ...]
 
     @property
-    def is_parallel(self) -> bool:
-        """True if the MLP reads the stream before the attention of the block is added."""
-        return self.mlp is not None and self.mlp.branch.reads is self.attention.reads
+    def is_divided(self) -> bool:
+        """True if queries, keys and values are separate readers."""
+        return len(self.readers) == 3
 
     @property
-    def device(self) -> torch.device:
-        """The device of the block's weights."""
-        return self.attention.sublayer.W_O.device
+    def has_heads(self) -> bool:
+        """True if the heads are separate writers."""
+        return _has_heads(self.branch)
+
+    @property
+    def writers(self) -> range:
+        """The indices among the writers, with the bias."""
+        return range(self.heads.start, self.heads.stop if self.bias is None else self.bias + 1)
+
+    @property
+    def reads(self) -> slice:
+        """The indices of all readers."""
+        return slice(self.readers[0].start, self.readers[-1].stop)
 
     @property
     def scale(self) -> nn.Module | None:
-        """The point of the scale that divides the output of attention; None if there is no norm."""
-        return _scale_of(self.attention)
+        """The point of the scale that divides the heads; None if there is no norm after them."""
+        return _scale_of(self.branch) if self.has_heads else None
 
     @property
-    def attn(self) -> slice:
-        """The indices of the heads and the bias among the writers."""
-        return self.heads if self.bias is None else slice(self.heads.start, self.bias + 1)
+    def added(self) -> Added | None:
+        """The output weights and the biases of the heads, computed from the current weights.
 
-    @property
-    def added(self) -> Added:
-        """The output weights and the biases of attention, computed from the current weights."""
-        attn = self.attention.sublayer
-        return added_by(self.attention, attn.W_O, attn.b_O)
+        None if the sublayer has no heads.
+        """
+        if not self.has_heads:
+            return None
+        return added_by(self.branch, self.branch.sublayer.W_O, self.branch.sublayer.b_O)
 
-    def attention_writers(
-        self, at: At, added: Added | None = None, adapters: bool = False
+    def points(self) -> Iterator[nn.Module]:
+        """Yield the points that contain the outputs of the writers."""
+        yield self.branch.sublayer.z if self.has_heads else self.branch.added
+        if self.scale is not None:
+            yield self.scale
+
+    def output(
+        self, stream: Float[Tensor, "batch pos d_model"], context: Any
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """Return the vector that the sublayer adds to the stream, from the stream that it reads.
+
+        Args:
+            stream: the stream before the norm.
+            context: the other inputs of the block, which an MLP does not read.
+        """
+        added: Tensor
+        added = self.branch(stream) if self.kind == "mlp" else self.branch(stream, context)
+        return added
+
+    def outputs(
+        self,
+        at: At,
+        added: Added | None = None,
+        neurons: bool = False,
+        adapters: bool = False,
     ) -> Iterator[Writers]:
-        """Yield the heads as writers and, if the block has one, the writer of the bias.
+        """Yield the writers with their outputs in a run.
 
         Args:
             at: a function that returns the value of a point in a run.
-            added: the factors of the attention output. Default: compute them.
+            added: the factors of the heads. Default: compute them.
+            neurons: whether each neuron of an MLP is a separate writer, with a writer for the bias.
             adapters: whether the adapter of the output map is a separate writer, the last one.
-                Otherwise it is part of the heads.
+                Otherwise it is part of the heads, the MLP or the neurons.
         """
+        if self.has_heads:
+            yield from self._heads(at, added, adapters)
+        elif self.kind == "mlp":
+            yield from self._mlp(at, neurons, adapters)
+        else:
+            yield Writers([node_name(self.n, self.kind)], at(self.branch.added)[:, :, None])
+
+    def _heads(self, at: At, added: Added | None, adapters: bool) -> Iterator[Writers]:
+        """Yield the heads as writers and, if there is one, the writer of the bias."""
         n_heads = self.heads.stop - self.heads.start
         heads = [node_name(self.n, "head", head) for head in range(n_heads)]
         scale = None if self.scale is None else at(self.scale)
-        z = at(self.attention.sublayer.z)
-        adapter = adapter_of(self.attention) if adapters else None
+        z = at(self.branch.sublayer.z)
+        adapter = adapter_of(self.branch) if adapters else None
         if adapter is None:
             added = added or self.added
+            assert added is not None
             has_rest = self.bias is not None
         else:
             weight, bias = adapter.base()
             weight = rearrange(weight, "(head d_head) d_model -> head d_head d_model", head=n_heads)
-            added = added_by(self.attention, weight, bias)
+            added = added_by(self.branch, weight, bias)
             has_rest = added.has_rest
         rest = node_name(self.n, "attn_bias") if has_rest else None
         yield from added.writers(heads, rest, values=z, scale=scale)
         if adapter is not None:
-            share = share_of_adapter(self.attention, adapter, z.flatten(2), at)
+            share = share_of_adapter(self.branch, adapter, z.flatten(2), at)
             yield Writers([node_name(self.n, "attn_adapter")], share[:, :, None])
 
-    def mlp_writers(
-        self, at: At, neurons: bool = False, adapters: bool = False
-    ) -> Iterator[Writers]:
-        """Yield the MLP, or each of its neurons and its bias. Without an MLP, yield nothing.
-
-        Args:
-            at: a function that returns the value of a point in a run.
-            neurons: whether each neuron is a separate writer.
-            adapters: whether the adapter of the output map is a separate writer, the last one.
-                Otherwise it is part of the MLP or the neurons.
-        """
-        if self.mlp is None:
-            return
-        branch = self.mlp.branch
+    def _mlp(self, at: At, neurons: bool, adapters: bool) -> Iterator[Writers]:
+        """Yield the MLP, or each of its neurons and its bias."""
+        branch = self.branch
         mlp = branch.sublayer
         adapter = adapter_of(branch) if adapters else None
         share = None
@@ -267,6 +295,70 @@ class Layer:
             yield from added.writers(names, rest, values=hidden, scale=scale)
         if share is not None:
             yield Writers([node_name(self.n, "mlp_adapter")], share[:, :, None])
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """The nodes of one block.
+
+    Attributes:
+        n: the number of the block.
+        sublayers: the sublayers of the block, in the order of computation.
+    """
+
+    n: int
+    sublayers: tuple[Sublayer, ...]
+
+    @property
+    def weight(self) -> Tensor:
+        """A weight of the block, which has the block's dtype and device."""
+        first = self.sublayers[0]
+        sublayer = first.branch.sublayer
+        weight: Tensor = sublayer.W_O if first.has_heads else sublayer.weight
+        return weight
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the block's weights."""
+        return self.weight.device
+
+    @property
+    def heads(self) -> Sublayer:
+        """The attention of the block with separate heads, queries, keys and values.
+
+        Raises:
+            ValueError: if the block mixes positions in another way.
+        """
+        mixing = [sublayer for sublayer in self.sublayers if sublayer.kind != "mlp"]
+        if len(mixing) != 1 or not mixing[0].is_divided:
+            nodes = " and ".join(node_name(self.n, part.kind) for part in mixing) or "no attention"
+            raise ValueError(
+                f"block {self.n} must have attention with separate queries, keys and values, and "
+                f"no other mixer of positions; got {nodes}"
+            )
+        return mixing[0]
+
+    @property
+    def attention(self) -> Any:
+        """The branch of `heads`."""
+        return self.heads.branch
+
+    @property
+    def n_heads(self) -> int:
+        """The number of heads that are separate writers."""
+        sizes = [part.heads.stop - part.heads.start for part in self.sublayers if part.has_heads]
+        return sum(sizes)
+
+    @property
+    def mlp(self) -> Sublayer | None:
+        """The MLP; None if the block has no MLP."""
+        return next((part for part in self.sublayers if part.kind == "mlp"), None)
+
+    @property
+    def is_parallel(self) -> bool:
+        """True if the MLP reads the stream that the first sublayer reads."""
+        first, mlp = self.sublayers[0], self.mlp
+        return mlp not in (None, first) and mlp.branch.reads is first.branch.reads
 
 
 def adapter_of(branch: Any) -> Adapter | None:
@@ -301,36 +393,69 @@ def _scale_of(branch: Any) -> nn.Module | None:
     return None if is_identity(branch.after) else branch.after.scale
 
 
+def _has_heads(branch: Any) -> bool:
+    """Return True if a branch has heads whose outputs are known: a point `z` and `W_O`."""
+    return hasattr(branch.sublayer, "W_O")
+
+
+def kind_of(branch: Any, number: int) -> Kind:
+    """Return the kind of a branch. Without a `kind`, the first is attention and others are MLPs."""
+    kind: Kind | None = getattr(branch, "kind", None)
+    return kind or ("mlp" if number else "attn")
+
+
 def nodes_of_block(
-    n: int, block: Any, writers: dict[NodeName, int], readers: dict[NodeName, int]
-) -> Layer:
-    """Add the nodes of a block to the nodes of a graph, and return their indices.
+    n: int, block: Any, writers: dict[NodeName, int], readers: dict[NodeName, int], time: int
+) -> tuple[Layer, int]:
+    """Add the nodes of a block to the nodes of a graph.
+
+    A sublayer reads the outputs of the writers with the same or an earlier time. Sublayers that
+    read the same stream read at the same time, and write one unit of time later.
 
     Args:
         n: the number of the block.
         block: the block.
-        writers, readers: the nodes so far, with the times when they write or read. Attention of
-            block n reads at time 2n and writes at 2n + 1. The MLP reads at 2n + 1, or at 2n in a
-            parallel block, and writes at 2n + 2.
+        writers, readers: the nodes so far, with the times when they write or read.
+        time: the time at which the block begins.
+
+    Returns:
+        The nodes of the block as indices, and the time at which the block ends.
     """
-    attention, *other_branches = block.branches
-    queries = range(len(attention.sublayer.W_Q))
-    keys = range(len(attention.sublayer.W_K))
-    q = add(readers, 2 * n, [node_name(n, "q", head) for head in queries])
-    k = add(readers, 2 * n, [node_name(n, "k", head) for head in keys])
-    v = add(readers, 2 * n, [node_name(n, "v", head) for head in keys])
-    heads = add(writers, 2 * n + 1, [node_name(n, "head", head) for head in queries])
+    sublayers: list[Sublayer] = []
+    for number, branch in enumerate(block.branches):
+        if sublayers and branch.reads is not sublayers[-1].branch.reads:
+            time += 1
+        kind = kind_of(branch, number)
+        sublayers.append(_nodes_of_branch(n, kind, branch, writers, readers, time))
+    return Layer(n, tuple(sublayers)), time + 1
+
+
+def _nodes_of_branch(
+    n: int,
+    kind: Kind,
+    branch: Any,
+    writers: dict[NodeName, int],
+    readers: dict[NodeName, int],
+    time: int,
+) -> Sublayer:
+    """Add the nodes of a sublayer to the nodes of a graph; see `nodes_of_block`."""
+    sublayer = branch.sublayer
+    reads: tuple[slice, ...]
+    if hasattr(sublayer, "project"):
+        sizes = (("q", sublayer.W_Q), ("k", sublayer.W_K), ("v", sublayer.W_V))
+        names = [[node_name(n, part, head) for head in range(len(w))] for part, w in sizes]
+        reads = tuple(add(readers, time, names_of_part) for names_of_part in names)
+    else:
+        reads = (add(readers, time, [node_name(n, kind)]),)
     bias = None
-    if added_by(attention, attention.sublayer.W_O, attention.sublayer.b_O).has_rest:
-        bias = add(writers, 2 * n + 1, [node_name(n, "attn_bias")]).start
-    mlp = None
-    for branch in other_branches:
-        name = node_name(n, "mlp")
-        is_parallel = branch.reads is attention.reads
-        reader = add(readers, 2 * n if is_parallel else 2 * n + 1, [name]).start
-        writer = add(writers, 2 * n + 2, [name]).start
-        mlp = MLP(writer, reader, branch)
-    return Layer(n=n, attention=attention, heads=heads, bias=bias, q=q, k=k, v=v, mlp=mlp)
+    if _has_heads(branch):
+        heads = [node_name(n, "head", head) for head in range(len(sublayer.W_O))]
+        written = add(writers, time + 1, heads)
+        if added_by(branch, sublayer.W_O, sublayer.b_O).has_rest:
+            bias = add(writers, time + 1, [node_name(n, "attn_bias")]).start
+    else:
+        written = add(writers, time + 1, [node_name(n, kind)])
+    return Sublayer(n, kind, branch=branch, heads=written, bias=bias, readers=reads)
 
 
 def require_branches(blocks: nn.ModuleList) -> None:

@@ -261,7 +261,7 @@ def checked_head(graph: Graph, head: tuple[int, int]) -> tuple[int, int]:
         ValueError: if the head does not exist.
     """
     layer, number = head if isinstance(head, Sequence) and len(head) == 2 else (-1, -1)
-    sizes = [block.heads.stop - block.heads.start for block in graph.layers]
+    sizes = [block.n_heads for block in graph.layers]
     if not (0 <= layer < len(sizes) and 0 <= number < sizes[layer]):
         raise ValueError(
             f"head must be (layer, head), of {len(sizes)} layers with {max(sizes)} heads; got "

@@ -24,7 +24,7 @@ from hooks.base import (
     to_device,
 )
 from interp.graph.graph import Graph
-from interp.graph.nodes import At, Layer, Writers, adapter_of
+from interp.graph.nodes import At, Sublayer, Writers, adapter_of
 from interp.graph.norms import LinearPart, is_identity, linear_part
 from interp.inputs.cached import mask_of
 from interp.kinds import require_cache
@@ -33,7 +33,9 @@ from interp.results.node import NodeName, node_name
 
 # The last parts of the points that are read from a cache, without the points of neurons and of
 # experts; and the points that are also needed for experts, and for neurons and adapters.
-_READ = re.compile(r"(^(pos_)?embed|(ln_embed|ln_final|_post)\.scale|attn\.z|mlp_out|resid_\w+)$")
+_READ = re.compile(
+    r"(^(pos_)?embed|(ln_embed|ln_final|_post)\.scale|attn\.z|(mlp|mixer)_out|resid_\w+)$"
+)
 _EXPERTS = re.compile(r"mlp\.(routing|chosen|experts|shared)$")
 _HIDDEN = re.compile(r"mlp\.post$")
 
@@ -156,11 +158,12 @@ class ResidualComponents:
         yield self._inputs(at)
         for layer in self.graph.layers[:before]:
             yield from self._between(layer.n)
-            yield from layer.attention_writers(at, adapters=True)
-            if experts and f"blocks.{layer.n}.mlp.experts" in self._points:
-                yield from self._experts(layer)
-            else:
-                yield from layer.mlp_writers(at, neurons, adapters=True)
+            has_experts = experts and f"blocks.{layer.n}.mlp.experts" in self._points
+            for sublayer in layer.sublayers:
+                if has_experts and sublayer.kind == "mlp":
+                    yield from self._experts(sublayer)
+                else:
+                    yield from sublayer.outputs(at, neurons=neurons, adapters=True)
         yield from self._between(before or 0)
 
     def _between(self, n: int) -> Iterator[Writers]:
@@ -178,15 +181,15 @@ class ResidualComponents:
                 if not is_rounding(entering, entering - added, self.dtype).all():
                     yield Writers([NodeName(f"input{n}")], added[:, :, None])
 
-    def _experts(self, layer: Layer) -> Iterator[Writers]:
+    def _experts(self, part: Sublayer) -> Iterator[Writers]:
         """Yield the outputs of the experts of a block, times their weights, and of the shared
         expert.
 
         Raises:
             ValueError: if the MLP adds anything else.
         """
-        branch = layer.mlp.branch  # type: ignore[union-attr]
-        mlp = f"blocks.{layer.n}.mlp"
+        branch = part.branch
+        mlp = f"blocks.{part.n}.mlp"
         values = outputs = self.at(f"{mlp}.experts")
         if f"{mlp}.routing" in self._points:
             routing, chosen = (self.at(f"{mlp}.{part}") for part in ("routing", "chosen"))
@@ -194,10 +197,10 @@ class ResidualComponents:
             weighted = outputs * routing.gather(-1, chosen)[..., None]
             values = outputs.new_zeros(*routing.shape, outputs.shape[-1])
             values.scatter_add_(2, chosen[..., None].expand_as(outputs), weighted)
-        names = [node_name(layer.n, "expert", number) for number in range(values.shape[2])]
+        names = [node_name(part.n, "expert", number) for number in range(values.shape[2])]
         if f"{mlp}.shared" in self._points:
             values = torch.cat([values, self.at(f"{mlp}.shared")[:, :, None]], 2)
-            names.append(node_name(layer.n, "shared"))
+            names.append(node_name(part.n, "shared"))
         linear = linear_part(branch.after, outputs.shape[-1])
         values = linear.after(values * branch.sublayer.factor)
         if not is_identity(branch.after):
@@ -205,12 +208,12 @@ class ResidualComponents:
         added = self.at(self.graph.names[branch.added])
         if not is_rounding(values.sum(2) + linear.bias, added, self.dtype).all():
             raise ValueError(
-                f"the MLP of block {layer.n} must add only the outputs of experts and a shared "
+                f"the MLP of block {part.n} must add only the outputs of experts and a shared "
                 "expert; it adds more"
             )
         yield Writers(names, values)
         if linear.bias.any():
-            yield Writers([node_name(layer.n, "mlp_bias")], linear.bias.expand_as(values[:, :, :1]))
+            yield Writers([node_name(part.n, "mlp_bias")], linear.bias.expand_as(values[:, :, :1]))
 
     def _inputs(self, at: At) -> Writers:
         """Return the embeddings.

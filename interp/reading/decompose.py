@@ -16,6 +16,7 @@ from hooks.base import (
     without_gradients,
 )
 from interp import plots
+from interp.graph.nodes import kind_of
 from interp.numbers.precision import like
 from interp.reading.components import ResidualComponents
 from interp.results.result import Result
@@ -195,12 +196,17 @@ def apply_norm(
     require_kind("values", values, kind=Tensor, words="a tensor [..., batch, pos, d_model]")
     if layer is None:
         norm = getattr(components.model, "ln_final", None)
-    elif type(layer) is int and 0 <= layer < len(blocks) and mlp < len(blocks[layer].branches):
-        norm = blocks[layer].branches[mlp].norm
     else:
-        raise ValueError(
-            f"layer must be 0 to {len(blocks) - 1}{', of blocks with an MLP' * mlp}; got {layer}"
-        )
+        exists = type(layer) is int and 0 <= layer < len(blocks)
+        branches = blocks[layer].branches if exists else ()
+        is_mlp = [kind_of(branch, n) == "mlp" for n, branch in enumerate(branches)]
+        norms = [
+            branch.norm for branch, is_one in zip(branches, is_mlp, strict=True) if is_one == mlp
+        ]
+        if not norms:
+            what = ", of blocks with an MLP" * mlp
+            raise ValueError(f"layer must be 0 to {len(blocks) - 1}{what}; got {layer}")
+        norm = norms[0]
     if values.shape[-3:] != stream.shape:
         raise ValueError(
             f"values must be [..., batch, pos, d_model], {[*stream.shape]} last; got "

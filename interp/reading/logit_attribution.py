@@ -168,7 +168,7 @@ def accumulated_logits(
     points = {}
     for n, block in enumerate(reading.parts.model.blocks):
         points[f"{n}_pre"] = f"blocks.{n}.resid_pre"
-        if len(block.branches) > 1 and block.branches[1].reads is not block.branches[0].reads:
+        if len({branch.reads for branch in block.branches}) > 1:
             points[f"{n}_mid"] = f"blocks.{n}.resid_mid"
     points["final_post"] = reading.parts.last
     logits = stacked(reading.read(reading.parts.at(name)) for name in points.values())

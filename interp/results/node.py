@@ -2,10 +2,12 @@
 
 from typing import Any
 
-# For each kind of node, the name without the number of the block: `a` for attention or `m` for the
-# MLP, and then the part of it.
+# For each kind of node, the name without the number of the block: `a` for attention, `x` for
+# another mixer of positions or `m` for the MLP, and then the part of it.
 _PARTS = {"head": "a.h{}", **{kind: f"a.h{{}}<{kind}>" for kind in "qkv"}, "attn_bias": "a.bias"}
 _PARTS |= {
+    "attn": "a",
+    "mixer": "x",
     "attn_adapter": "a.adapter",
     "mlp_adapter": "m.adapter",
     "mlp": "m",
@@ -20,9 +22,9 @@ class NodeName(str):
     """The name of a writer or a reader of the residual stream, as text, as in `interp.graph.Graph`.
 
     Attributes:
-        kind: `head`, its readers `q`, `k` and `v`, `attn_bias`, `attn_adapter`; `mlp`, `neuron`,
-            `expert`, `shared`, `mlp_bias`, `mlp_adapter`. For a node outside of blocks, such as
-            `embed`, its name.
+        kind: `head`, its readers `q`, `k` and `v`, `attn_bias`, `attn_adapter`; `attn` for
+            attention that is one node; `mixer`; `mlp`, `neuron`, `expert`, `shared`, `mlp_bias`,
+            `mlp_adapter`. For a node outside of blocks, such as `embed`, its name.
         part: the name without the number of the block, such as `a.h1` and `m`.
         layer: the number of the block; None outside of blocks.
         number: the number of the head, the neuron or the expert.
@@ -54,8 +56,8 @@ def node_name(layer: int, kind: str, number: int | None = None) -> NodeName:
         kind: the kind of the node; see `NodeName`.
         number: the number of the head, the neuron or the expert; None for other nodes.
 
-    >>> node_name(2, "head", 1), node_name(2, "q", 1), node_name(0, "mlp")
-    ('a2.h1', 'a2.h1<q>', 'm0')
+    >>> node_name(2, "head", 1), node_name(2, "q", 1), node_name(0, "mlp"), node_name(5, "mixer")
+    ('a2.h1', 'a2.h1<q>', 'm0', 'x5')
     """
     part = _PARTS[kind].format(number)
     name = f"{part[0]}{layer}{part[1:]}"

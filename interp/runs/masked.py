@@ -35,7 +35,7 @@ from hooks.base import (
 from hooks.shared import Session
 from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
-from interp.graph.nodes import Layer
+from interp.graph.nodes import Layer, Sublayer
 from interp.measuring import evaluate
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.runs.rows import Batch
@@ -241,9 +241,9 @@ class MaskedRuns:
             )
         if not ((mask >= 0) & (mask <= 1)).all():
             raise ValueError("a mask must be numbers from 0 to 1; got numbers outside this range")
-        weight = self._model.blocks[0].attn.W_O
-        mask = to_device(mask, weight.device).to(weight.dtype)
-        allowed = to_device(self.graph.allowed, weight.device)
+        like = self.graph.like
+        mask = to_device(mask, like.device).to(like.dtype)
+        allowed = to_device(self.graph.allowed, like.device)
         return mask * (allowed if mask.ndim == 2 else allowed[..., None])
 
     def _run(
@@ -281,17 +281,16 @@ class MaskedRuns:
         Raises:
             ValueError: if the memory is larger than `max_bytes`.
         """
-        weight = self._model.blocks[0].attn.W_O
-        width = weight.shape[-1]
+        width = self._model.config.d_model
         layers = self.graph.layers
-        n_readers = layers[0].v.stop
+        n_readers = max(part.reads.stop - part.reads.start for part in self.graph.sublayers)
         # Count vectors [pos, d_model]: the source and the differences, with one vector for each
         # writer; the cached values of the source run; and the streams of the readers of a block,
         # before and after the norm.
         vectors = 2 * len(self.graph.writers) + 2 * len(layers) + 4 * n_readers + 12
         hidden = 4 * getattr(self._model.config, "d_mlp", 0)
         n_pos = self._text.tokens.shape[1]
-        bytes_of_one = (vectors * width + hidden) * n_pos * weight.element_size()
+        bytes_of_one = (vectors * width + hidden) * n_pos * self.graph.like.element_size()
         if bytes_of_one > self.runs.max_bytes:
             raise ValueError(
                 f"max_bytes must be at least {bytes_of_one:,} for one example; got "
@@ -305,7 +304,7 @@ class MaskedRuns:
         if isinstance(self._source, Tensor):
             return _examples(self._source, rows)
         if self._source == "zero":
-            zero = self._model.blocks[0].attn.W_O.new_zeros(1, 1, 1, 1)
+            zero = self.graph.like.new_zeros(1, 1, 1, 1)
             return zero.expand(len(self.graph.writers), -1, -1, -1)
         text = self.runs.other.rows(rows)
         return self.graph.added(self.runs.capture(text, self.graph.needed))
@@ -355,18 +354,25 @@ def _stream_after(
         values: the values of the model's points. Hooks store the values of this block while the
             block runs.
     """
-    attention, mlp = layer.attention, layer.mlp
-    q, k, v = streams.projected(layer, before)
-    after = before + attention.finished(attention.sublayer.mix(q, k, v, context))
-    for writers in layer.attention_writers(values.__getitem__):
-        streams.append(writers.vectors())
-    if mlp is None:
-        return after
-    stream = before if layer.is_parallel else after
-    mlp_reader = slice(mlp.reader, mlp.reader + 1)
-    mlp_out = mlp.branch(streams.of(mlp_reader, stream)[0])
-    streams.append(mlp_out[None])
-    return after + mlp_out
+    stream = after = before
+    reads = None
+    for sublayer in layer.sublayers:
+        branch = sublayer.branch
+        # Sublayers side by side read the same stream, and a later sublayer reads their sum.
+        if branch.reads is not reads:
+            stream, reads = after, branch.reads
+        if sublayer.is_divided:
+            q, k, v = streams.projected(sublayer, stream)
+            added = branch.finished(branch.sublayer.mix(q, k, v, context))
+        else:
+            added = sublayer.output(streams.of(sublayer.reads, stream)[0], context)
+        after = after + added
+        if sublayer.has_heads:
+            for writers in sublayer.outputs(values.__getitem__):
+                streams.append(writers.vectors())
+        else:
+            streams.append(added[None])
+    return after
 
 
 class _Streams:
@@ -414,20 +420,20 @@ class _Streams:
         flat = torch.addmm(stream.flatten()[None], mask.T, differences.flatten(1))
         return flat.view(-1, *stream.shape)
 
-    def projected(self, layer: Layer, stream: Tensor) -> Iterator[Tensor]:
+    def projected(self, sublayer: Sublayer, stream: Tensor) -> Iterator[Tensor]:
         """Yield the queries, the keys and the values of all heads.
 
         The queries of each head are computed from a separate stream, and so are the keys and the
         values.
 
         Args:
-            layer: the block.
-            stream: the plain stream before the block.
+            sublayer: divided attention.
+            stream: the plain stream before the sublayer.
         """
-        attn = layer.attention.sublayer
+        attn = sublayer.branch.sublayer
         # Compute all streams at once, because reading the differences takes most of the time.
-        streams = self.of(slice(layer.q.start, layer.v.stop), stream)
-        normed = layer.attention.norm(streams.flatten(0, 1))
+        streams = self.of(sublayer.reads, stream)
+        normed = sublayer.branch.norm(streams.flatten(0, 1))
         normed = normed.view(len(streams), -1, stream.shape[-1])
         weights = (attn.W_Q, attn.b_Q), (attn.W_K, attn.b_K), (attn.W_V, attn.b_V)
         sizes = [len(bias) for _, bias in weights]

@@ -27,7 +27,7 @@ from hooks.base import Texts, all_to_device, progress_of, to_device
 from hooks.shared import Session
 from interp import edits
 from interp.graph.graph import Graph
-from interp.graph.nodes import Layer
+from interp.graph.nodes import Sublayer
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.results.result import Result
 from interp.runs.models import Source, require_no_direction, source_graph_of
@@ -121,19 +121,34 @@ class PathEdits:
         """
         moved = self.moved[writer]
         for layer in self.graph.layers:
-            attention, mlp = layer.attention, layer.mlp
-            if mlp is not None and reader == mlp.reader:
-                return self.replaced(mlp.branch.added, mlp.branch(self.input_of(mlp.branch, moved)))
-            for part, readers in enumerate((layer.q, layer.k, layer.v)):
-                if readers.start <= reader < readers.stop:
-                    projections = [projection.clone() for projection in self.projected(attention)]
-                    head = (slice(None), slice(None), reader - readers.start)
-                    projections[part][head] = self.projected(attention, moved)[part][head]
+            for sublayer in layer.sublayers:
+                if sublayer.reads.start <= reader < sublayer.reads.stop:
                     context = self.contexts[layer.device]
-                    mixed = attention.sublayer.mix(*projections, context)
-                    return self.replaced(attention.added, attention.finished(mixed))
+                    added = self._added(sublayer, reader, moved, context)
+                    return self.replaced(sublayer.branch.added, added)
         last_stream = self.graph.points[-1]
         return self._sum(last_stream, moved)
+
+    def _added(self, sublayer: Sublayer, reader: int, moved: Tensor, context: Any) -> Tensor:
+        """Return what a sublayer adds to the stream if one of its readers reads another stream.
+
+        Args:
+            sublayer: the sublayer.
+            reader: the index of the reader in the graph.
+            moved: the change of the stream for this reader.
+            context: the other inputs of the block.
+        """
+        branch = sublayer.branch
+        if not sublayer.is_divided:
+            return sublayer.output(self.input_of(branch, moved), context)
+        projections = [projection.clone() for projection in self.projected(branch)]
+        changed = self.projected(branch, moved)
+        for part, readers in enumerate(sublayer.readers):
+            if readers.start <= reader < readers.stop:
+                head = (slice(None), slice(None), reader - readers.start)
+                projections[part][head] = changed[part][head]
+        mixed: Tensor = branch.finished(branch.sublayer.mix(*projections, context))
+        return mixed
 
     def input_of(self, branch: Any, moved: Tensor | None = None) -> Tensor:
         """Return the input stream of a branch plus `moved`.
@@ -172,41 +187,46 @@ class PathEdits:
         """
         graph = self.graph
         changes: dict[str, edits.Edit] = {}
-        is_input = sender < graph.layers[0].heads.start
-        moved: Tensor | None = self.moved[sender] if is_input else None
+        moved: Tensor | None = self.moved[sender] if sender < graph.n_inputs else None
+        moved_input = moved
+        reads = None
         for layer in graph.layers:
-            moved_before = moved
-            if moved is not None:
-                changes |= self._heads(layer, moved, receivers)
-            if layer.heads.start <= sender < layer.heads.stop or sender == layer.bias:
-                moved = self.moved[sender]
-            if layer.mlp is None:
-                continue
-            writer, reader, mlp = layer.mlp
-            moved_input = moved_before if layer.is_parallel else moved
-            if moved_input is not None and (recomputed or reader in receivers):
-                added = mlp(self.input_of(mlp, moved_input))
-                if reader in receivers:
-                    changes |= self.replaced(mlp.added, added)
-                if recomputed and moved is not None:
-                    moved = to_device(moved, added.device) + added - self.value(mlp.added)
-            if sender == writer:
-                moved = self.moved[sender]
+            context = self.contexts[layer.device]
+            for sublayer in layer.sublayers:
+                branch = sublayer.branch
+                # Sublayers side by side read the same stream.
+                if branch.reads is not reads:
+                    moved_input, reads = moved, branch.reads
+                is_passed = recomputed and sublayer.kind == "mlp"
+                is_receiver = sublayer.reads.start in receivers
+                if moved_input is not None and sublayer.is_divided:
+                    changes |= self._heads(sublayer, moved_input, receivers, context)
+                elif moved_input is not None and (is_passed or is_receiver):
+                    added = sublayer.output(self.input_of(branch, moved_input), context)
+                    if is_receiver:
+                        changes |= self.replaced(branch.added, added)
+                    if is_passed and moved is not None:
+                        moved = to_device(moved, added.device) + added - self.value(branch.added)
+                if sender in sublayer.writers:
+                    moved = self.moved[sender]
         if moved is not None and len(graph.readers) - 1 in receivers:
             return self._sum(graph.points[-1], moved)
         return changes
 
-    def _heads(self, layer: Layer, moved: Tensor, receivers: set[int]) -> dict[str, edits.Edit]:
-        """Return the edits of the receivers among the heads of a block.
+    def _heads(
+        self, sublayer: Sublayer, moved: Tensor, receivers: set[int], context: Any
+    ) -> dict[str, edits.Edit]:
+        """Return the edits of the receivers among the heads of divided attention.
 
         Args:
-            layer: the block.
-            moved: the change of the stream before the block.
+            sublayer: the attention.
+            moved: the change of the stream before the attention.
             receivers: the indices of all receivers among the readers.
+            context: the other inputs of the block.
         """
-        attn = layer.attention.sublayer
+        attn = sublayer.branch.sublayer
         heads: dict[str, list[int]] = {}
-        for part, readers in (("q", layer.q), ("k", layer.k), ("v", layer.v)):
+        for part, readers in zip("qkv", sublayer.readers, strict=True):
             indices = range(readers.start, readers.stop)
             heads[part] = [index - readers.start for index in indices if index in receivers]
         if not any(heads.values()):
@@ -215,7 +235,7 @@ class PathEdits:
         with Session() as session:
             for part in heads:
                 session.after(getattr(attn, part), partial(values.__setitem__, part))
-            attn.mix(*self.projected(layer.attention, moved), self.contexts[layer.device])
+            attn.mix(*self.projected(sublayer.branch, moved), context)
         changes: dict[str, edits.Edit] = {}
         for part, heads_of_part in heads.items():
             if heads_of_part:

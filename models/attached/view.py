@@ -8,6 +8,8 @@ supports. For any other family, the view is created from a run on fourteen token
    z is its output map. They are linear, so unit vectors give their weights (`_weights_of`).
 3. The columns of the projections on which a head's queries, keys or values depend belong to this
    head. They are found by autograd (`_columns_of`).
+   Attention in which one of these parts is missing, and any other mixer of positions, is one
+   sublayer (`ViewSublayer`): the modules that lead from its norm to its term.
 4. A norm is replaced by a norm of `models` with the same gain, bias and epsilon. The MLP is the
    module that reads its norm and returns the term for the stream.
 5. The view's attention computes queries, keys and values with its own linear maps. It then runs the
@@ -41,7 +43,7 @@ from models.adapters import AdaptedMap, adapted_map
 from models.attached.context import AttachedContext
 from models.attached.layout import BlockLayout
 from models.attached.original import logits_of, tokens_for
-from models.attached.parts import norm_of
+from models.attached.parts import Summand, norm_of
 from models.attached.probe import Call, ProbeRun, arguments_of
 from models.block import Branch
 from models.mode import mode
@@ -61,11 +63,11 @@ class ViewContext(NamedTuple):
 
     Attributes:
         arguments: the model's arguments besides the tokens.
-        calls: the arguments of each attention module, in the order of the blocks.
+        calls: the arguments of each module that the view calls.
     """
 
     arguments: dict[str, Any]
-    calls: tuple[tuple[Any, Any], ...]
+    calls: dict[nn.Module, tuple[Any, Any]]
 
 
 class PlainView(nn.Module):
@@ -107,11 +109,10 @@ class PlainView(nn.Module):
         tokens = tokens_for(model)
         with mode(model, training=False):
             calls, logits = _recorded(language, tokens)
-            context = _view_context_of(
-                language, [layout.attention for layout in layouts], tokens=tokens, arguments={}
-            )
+            modules = [part for layout in layouts for part in layout.block.modules()]
+            context = _view_context_of(language, modules, tokens=tokens, arguments={})
             self.blocks = nn.ModuleList(
-                ViewBlock(n, layout, points=model.blocks[n], calls=calls, context=context)
+                ViewBlock(RecordedBlock(n, layout, model.blocks[n], calls=calls, context=context))
                 for n, layout in enumerate(layouts)
             )
             modules = language.unembed.modules
@@ -136,12 +137,12 @@ class PlainView(nn.Module):
             return self.unembed(resid)
 
     def context(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> ViewContext:
-        """Run the model, and return the arguments of its attention modules besides the stream."""
+        """Run the model, and return the arguments of the modules that blocks call."""
         if isinstance(mask := arguments.get("attention_mask"), Tensor) and mask.ndim == 2:
             arguments = {**self.language.positions_of(mask), **arguments}
-        layouts = self.language.layouts
-        attention = [layout.attention for layout in layouts]
-        return _view_context_of(self.language, attention, tokens=tokens, arguments=arguments)
+        blocks: list[Any] = [*self.blocks]
+        called = [module for block in blocks for module in block.called]
+        return _view_context_of(self.language, called, tokens=tokens, arguments=arguments)
 
     def input_resid(
         self, tokens: Int[Tensor, "batch pos"], context: ViewContext
@@ -192,110 +193,201 @@ class PlainView(nn.Module):
 
 
 def _require_parts(language: Any) -> None:
-    """Require that every block is a sum of attention with heads and an MLP.
+    """Require that every block adds terms to the stream, and that logits are read from the stream.
 
     Raises:
-        ValueError: if it is not. The error names the missing part.
+        ValueError: if a part is missing. The error names the part.
     """
     for n, layout in enumerate(language.layouts):
-        if layout.mixer_out is not None:
-            raise _not_found(n, "attention as its only mixer of positions, without mixer_out,")
         if layout.mid_out is not None:
             raise _not_found(
                 n, "norms of the inputs of its sublayers, not of the sum with the stream,"
             )
-        has_points = hasattr(language.model.blocks[n], "attn")
-        if layout.attention is None or layout.attn_out is None or not has_points:
-            raise _not_found(
-                n, "attention at points (attn.q, ...) whose output is added (attn_out)"
-            )
-        if shards := carried(language.model.blocks[n].attn.z, "shards"):
+        if not (layout.attn_out or layout.mixer_out or layout.mlp_out):
+            raise _not_found(n, "sublayers whose outputs are added to the stream")
+        attn = getattr(language.model.blocks[n], "attn", None)
+        if attn is not None and (shards := carried(attn.z, "shards")):
             raise _not_found(n, f"heads that are not split over {shards.mesh.size()} processes")
     if not language.has("unembed"):
         raise _not_found(None, "an unembedding that reads only the stream")
+
+
+class RecordedBlock(NamedTuple):
+    """A block of the attached model, with the calls of a run.
+
+    Attributes:
+        n: its index.
+        layout: its modules.
+        points: its points.
+        calls: the recorded inputs and outputs of each module.
+        context: the context of the recorded run.
+    """
+
+    n: int
+    layout: BlockLayout
+    points: Any
+    calls: dict[nn.Module, Call]
+    context: ViewContext
+
+    @property
+    def stream(self) -> Tensor:
+        """The stream that entered the block."""
+        return self.calls[self.layout.block].inputs[0]
+
+    @property
+    def inside(self) -> list[Call]:
+        """The calls of the modules of the block, in the order in which they began."""
+        inside = [self.calls[part] for part in self.layout.block.modules() if part in self.calls]
+        return sorted(inside, key=lambda call: call.began)
+
+    def norm(self, name: str) -> Call | None:
+        """Return the call of a norm; None if the block has no norm of this name."""
+        norm = self.layout.norms.get(name)
+        return None if norm is None else self.calls[norm.module]
 
 
 class ViewBlock(nn.Module):
     """A block of the view.
 
     Args:
-        n: its index.
-        layout: its modules.
-        points: the points of the attached block.
-        calls: the recorded inputs and outputs of each module.
-        context: the context of the recorded run.
+        recorded: the attached block.
     """
 
-    def __init__(
-        self,
-        n: int,
-        layout: BlockLayout,
-        points: Any,
-        calls: dict[nn.Module, Call],
-        context: ViewContext,
-    ) -> None:
+    def __init__(self, recorded: RecordedBlock) -> None:
         super().__init__()
-        norms = {name: calls[norm.module] for name, norm in layout.norms.items()}
+        layout = recorded.layout
         self.resid_pre, self.resid_post = HookPoint(STREAM), HookPoint(STREAM)
-        self.attn_out = HookPoint(STREAM, "what attention adds to the residual stream")
-        self.ln1, self.ln1_post = (_norm_like(norms.get(name)) for name in ("ln1", "ln1_post"))
-        stream = calls[layout.block].inputs[0]
-        read = norms["ln1"].output if "ln1" in norms else stream
-        assert read is not None
-        self.attn = ViewAttention(
-            n, layout, points=points.attn, read=read, calls=calls, context=context
-        )
         self.is_parallel = layout.mid_in is None
-        self.has_mlp = layout.mlp_out is not None
-        if layout.mlp_out is None:
-            return
-        self.mlp_out = HookPoint(STREAM, "what the MLP adds to the residual stream")
         if not self.is_parallel:
             self.resid_mid = HookPoint(STREAM, "residual stream between the two sublayers")
-        modules, read_norm = _mlp_modules(
-            n, layout, calls=calls, norms=[norms.get("ln2"), norms.get("ln1")]
-        )
-        self.mlp = ViewMLP(modules, layout.mlp_out.factor)
-        if layout.hidden is not None:
-            adapter = _adapted(n, layout.hidden.post, layout.mlp_out.factor)
+        if layout.attn_out is not None:
+            self.attn_out = HookPoint(STREAM, "what attention adds to the residual stream")
+            self._add_attention(recorded, layout.attn_out)
+        if layout.mixer_out is not None:
+            meaning = "what another mixer of positions adds to the residual stream"
+            self.mixer_out = HookPoint(STREAM, meaning)
+            self.mixer, self.mixer_ln = _undivided(recorded, layout.mixer_out)
+        if layout.mlp_out is not None:
+            self.mlp_out = HookPoint(STREAM, "what the MLP adds to the residual stream")
+            self._add_mlp(recorded, layout.mlp_out)
+
+    def _add_attention(self, recorded: RecordedBlock, added: Summand) -> None:
+        """Add attention: with heads if it can be divided, and otherwise as one sublayer."""
+        try:
+            self.attn: ViewAttention | ViewSublayer = ViewAttention(recorded)
+            self.ln1 = _norm_like(recorded.norm("ln1"))
+            self.ln1_post = _norm_like(recorded.norm("ln1_post"))
+        except Undivided:
+            self.attn, self.ln1 = _undivided(recorded, added)
+            self.ln1_post = Identity()
+
+    def _add_mlp(self, recorded: RecordedBlock, added: Summand) -> None:
+        """Add the MLP."""
+        modules, norm = _mlp_modules(recorded, added)
+        self.mlp = ViewMLP(modules, added.factor)
+        hidden = recorded.layout.hidden
+        if hidden is not None:
+            adapter = _adapted(recorded.n, hidden.post, added.factor)
             if adapter is not None:
-                self.mlp.adapter, self.mlp.post = adapter, points.mlp.post
-        self.ln2, self.ln2_post = _norm_like(read_norm), _norm_like(norms.get("ln2_post"))
+                self.mlp.adapter, self.mlp.post = adapter, recorded.points.mlp.post
+        self.ln2, self.ln2_post = _norm_like(norm), _norm_like(recorded.norm("ln2_post"))
+
+    @property
+    def called(self) -> list[nn.Module]:
+        """The modules of the model that the block calls with arguments of the context."""
+        sublayers = [getattr(self, name, None) for name in ("attn", "mixer")]
+        return [module for part in sublayers if part is not None for module in part.called]
 
     @property
     def branches(self) -> tuple[Branch, ...]:
         """The sublayers whose outputs `forward` adds to the stream, in order."""
-        attention = Branch(self.resid_pre, self.ln1, self.attn, self.ln1_post, self.attn_out)
-        if not self.has_mlp:
-            return (attention,)
-        reads = self.resid_pre if self.is_parallel else self.resid_mid
-        return attention, Branch(reads, self.ln2, self.mlp, self.ln2_post, self.mlp_out)
+        branches = []
+        if hasattr(self, "attn"):
+            attn = (self.resid_pre, self.ln1, self.attn, self.ln1_post, self.attn_out)
+            branches.append(Branch(*attn, kind="attn"))
+        if hasattr(self, "mixer"):
+            mixer = (self.resid_pre, self.mixer_ln, self.mixer, Identity(), self.mixer_out)
+            branches.append(Branch(*mixer, kind="mixer"))
+        if hasattr(self, "mlp"):
+            reads = self.resid_pre if self.is_parallel else self.resid_mid
+            mlp = (reads, self.ln2, self.mlp, self.ln2_post, self.mlp_out)
+            branches.append(Branch(*mlp, kind="mlp"))
+        return tuple(branches)
 
     def forward(
         self, resid: Float[Tensor, "batch pos d_model"], context: ViewContext
     ) -> Float[Tensor, "batch pos d_model"]:
         """Return the residual stream that leaves the block."""
-        resid = self.resid_pre(resid)
-        attention, *mlps = self.branches
-        mid = resid + attention(resid, context)
-        if not mlps:
-            return self.resid_post(mid)
-        if self.is_parallel:
-            return self.resid_post(mid + mlps[0](resid))
-        mid = self.resid_mid(mid)
-        return self.resid_post(mid + mlps[0](mid))
+        resid = total = self.resid_pre(resid)
+        for branch in self.branches:
+            if branch.kind != "mlp":
+                total = total + branch(resid, context)
+            elif self.is_parallel:
+                total = total + branch(resid)
+            else:
+                total = self.resid_mid(total)
+                total = total + branch(total)
+        return self.resid_post(total)
+
+
+class Undivided(ValueError):
+    """Attention cannot be divided into heads that read queries, keys and values separately."""
+
+
+def _undivided(recorded: RecordedBlock, added: Summand) -> tuple["ViewSublayer", nn.Module]:
+    """Return a sublayer that is not divided, and the norm before it.
+
+    Args:
+        recorded: the block.
+        added: the term of the sublayer.
+
+    Raises:
+        ValueError: if no modules lead from the stream to the term.
+    """
+    wanted = recorded.calls[added.module].output
+    for norm in (recorded.norm("ln1"), None):
+        read = recorded.stream if norm is None else norm.output
+        if modules := _chain(read, wanted, recorded.inside):
+            return ViewSublayer(modules, added.factor), _norm_like(norm)
+    raise _not_found(recorded.n, "modules that read the stream and return the term of the mixer")
+
+
+class ViewSublayer(nn.Module):
+    """A sublayer of the model that is not divided: modules that run one after another.
+
+    Attributes:
+        called: the modules, in order. They get the other arguments of the context.
+        factor: the factor of the output.
+    """
+
+    called: Sequence[nn.Module]
+    factor: float
+
+    def __init__(self, called: Sequence[nn.Module], factor: float) -> None:
+        super().__init__()
+        # Do not register these as submodules, because their parameters do not belong to the view.
+        vars(self).update(called=called, factor=factor)
+
+    @property
+    def weight(self) -> Tensor:
+        """A weight of the sublayer, which has its dtype and its device."""
+        return next(weight for module in self.called for weight in module.parameters())
+
+    def forward(
+        self, x: Float[Tensor, "batch pos d_model"], context: ViewContext
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """Return the vector that the sublayer adds to the stream, before a norm of it."""
+        for module in self.called:
+            args, kwargs = _arguments(context.calls[module], x)
+            x = next(tensors_in(module(*args, **kwargs)))
+        return x if self.factor == 1 else x * self.factor
 
 
 class ViewAttention(QueryKeyValueWeights, nn.Module):
     """Attention of the view: the model's own module between linear maps of the view.
 
     Args:
-        layer: the index of the block.
-        layout: the block's modules.
-        points: the attached model's points of this attention, which fire as the module runs.
-        read: the input of attention in the recorded run, [batch, pos, d_model].
-        calls: the recorded inputs and outputs of each module.
-        context: the context of the recorded run.
+        recorded: the block. The points of its attention fire as the module runs.
 
     Attributes:
         qkv: the joined projections: query heads, key heads, value heads.
@@ -307,25 +399,21 @@ class ViewAttention(QueryKeyValueWeights, nn.Module):
     projections: list[nn.Module]
     map: nn.Module
 
-    def __init__(
-        self,
-        layer: int,
-        layout: BlockLayout,
-        points: Any,
-        read: Tensor,
-        calls: dict[nn.Module, Call],
-        context: ViewContext,
-    ) -> None:
+    def __init__(self, recorded: RecordedBlock) -> None:
         super().__init__()
-        self.layer = layer
+        n, layout, _, calls, context = recorded
         module = layout.attention
-        assert module is not None
+        points = getattr(recorded.points, "attn", None)
+        if module is None or points is None:
+            raise Undivided("attention must have points (attn.q, ...)")
+        norm = recorded.norm("ln1")
+        read = recorded.stream if norm is None or norm.output is None else norm.output
         for name, point in points.named_children():
             setattr(self, name, point)
         inside = [calls[part] for part in module.modules() if part in calls and part is not module]
         projections = _outermost([call for call in inside if _is_projection(call, read)])
         if not projections:
-            raise _not_found(layer, "projections that read the input of attention")
+            raise Undivided("attention must have projections that read its input")
         # Do not register this as a submodule, because its parameters do not belong to the view.
         vars(self).update(module=module, projections=[call.module for call in projections])
         leaves = [
@@ -338,7 +426,7 @@ class ViewAttention(QueryKeyValueWeights, nn.Module):
         # The parts of a map with an adapter read z too.
         parts_of_adapters = set[nn.Module]()
         for part in module.modules():
-            if _adapted(layer, part):
+            if _adapted(n, part):
                 parts_of_adapters |= {*part.modules()} - {part}
         maps = [
             call
@@ -348,11 +436,11 @@ class ViewAttention(QueryKeyValueWeights, nn.Module):
             and agree(call.inputs[0], joined_z)
         ]
         if len({part.shape[3] for part in (q, k, v, z)}) > 1 or not maps:
-            raise _not_found(layer, "heads of one size and a map that reads z")
+            raise Undivided("attention must have heads of one size and a map that reads z")
         vars(self)["map"] = maps[-1].module
         columns = _columns_of((q, k, v), leaves)
         if columns is None:
-            raise _not_found(layer, "projections in which each column belongs to one head")
+            raise Undivided("each column of a projection must belong to one head")
         self.places = columns.argsort().split([leaf.shape[-1] for leaf in leaves])
         parts = [_weights_of(call.module, read.shape[-1], q) for call in projections]
         weight, bias = (torch.cat(part, -1) for part in zip(*parts, strict=True))
@@ -360,7 +448,7 @@ class ViewAttention(QueryKeyValueWeights, nn.Module):
         factor = layout.attn_out.factor if layout.attn_out else 1.0
         weight, bias = _weights_of(self.map, z.shape[2] * z.shape[3], q)
         self.output = _linear_of(weight * factor, bias * factor)
-        self.adapter = _adapted(layer, self.map, factor)
+        self.adapter = _adapted(n, self.map, factor)
 
     def _values(
         self, leaves: Sequence[Tensor], x: Tensor, context: ViewContext
@@ -385,9 +473,7 @@ class ViewAttention(QueryKeyValueWeights, nn.Module):
 
     def _run(self, x: Tensor, context: ViewContext) -> None:
         """Call the model's own attention module on `x`, with the other arguments of the context."""
-        args, kwargs = context.calls[self.layer]
-        stream = _stream_among((args, kwargs), x.shape[-1])
-        args, kwargs = mapped((args, kwargs), lambda leaf: x if leaf is stream else leaf)
+        args, kwargs = _arguments(context.calls[self.module], x)
         self.module(*args, **kwargs)
 
     def project(self, x: Float[Tensor, "batch pos d_model"]) -> tuple[Tensor, ...]:
@@ -425,6 +511,11 @@ class ViewAttention(QueryKeyValueWeights, nn.Module):
         """Return the output of attention for the residual stream."""
         q, k, v = self.project(x)
         return self.mix(q, k, v, context)
+
+    @property
+    def called(self) -> tuple[nn.Module]:
+        """The model's own attention module."""
+        return (self.module,)
 
     @property
     def W_O(self) -> Float[Tensor, "head d_head d_model"]:
@@ -519,19 +610,18 @@ def _recorded(language: Any, tokens: Tensor) -> tuple[dict[nn.Module, Call], Ten
 
 
 def _view_context_of(
-    language: Any, attention: Sequence[Any], tokens: Tensor, arguments: dict[str, Any]
+    language: Any, modules: Sequence[nn.Module], tokens: Tensor, arguments: dict[str, Any]
 ) -> ViewContext:
-    """Run the model, and return the arguments of its attention modules as a context.
+    """Run the model, and return the arguments of some modules as a context.
 
     Args:
         language: the attached model's parts.
-        attention: the attention modules.
+        modules: the modules.
         tokens: the texts.
         arguments: the model's arguments besides the tokens.
     """
     run = partial(language.run, tokens, **arguments)
-    calls = hooks_disabled(arguments_of, attention, run)
-    return ViewContext(arguments, tuple(calls[module] for module in attention))
+    return ViewContext(arguments, hooks_disabled(arguments_of, modules, run))
 
 
 def _norm_like(call: Call | None) -> nn.Module:
@@ -568,9 +658,7 @@ def _norm_like(call: Call | None) -> nn.Module:
     return min(candidates, key=lambda candidate: float((candidate(x) - output).abs().max()))
 
 
-def _mlp_modules(
-    n: int, layout: BlockLayout, calls: dict[nn.Module, Call], norms: Sequence[Call | None]
-) -> tuple[list[nn.Module], Call | None]:
+def _mlp_modules(recorded: RecordedBlock, added: Summand) -> tuple[list[nn.Module], Call | None]:
     """Return the modules of an MLP in the order in which they run, and the norm before them.
 
     The first module reads the output of this norm. If no norm fits, the norm is None, and the first
@@ -578,23 +666,19 @@ def _mlp_modules(
     last module returns the output of the MLP, before a norm `ln2_post`.
 
     Args:
-        n: the index of the block.
-        layout: the parts of the block.
-        calls: the calls of a run, by module.
-        norms: the calls of the norms that the MLP may read.
+        recorded: the block.
+        added: the term of the MLP.
     """
-    added = layout.mlp_out
-    after = layout.norms.get("ln2_post")
-    assert added is not None
-    wanted = calls[added.module].output if after is None else calls[after.module].inputs[0]
-    stream = calls[layout.mid_in or layout.block].inputs[0]
-    inside = [calls[part] for part in layout.block.modules() if part in calls]
-    inside.sort(key=lambda call: call.began)
-    for norm in [*filter(None, norms), None]:
+    after = recorded.norm("ln2_post")
+    wanted = recorded.calls[added.module].output if after is None else after.inputs[0]
+    stream = recorded.stream
+    if recorded.layout.mid_in is not None:
+        stream = recorded.calls[recorded.layout.mid_in].inputs[0]
+    for norm in [*filter(None, map(recorded.norm, ("ln2", "ln1"))), None]:
         read = stream if norm is None else norm.output
-        if modules := _chain(read, wanted, inside):
+        if modules := _chain(read, wanted, recorded.inside):
             return modules, norm
-    raise _not_found(n, "modules that read the norm and return the output of the MLP")
+    raise _not_found(recorded.n, "modules that read the norm and return the output of the MLP")
 
 
 def _chain(read: Tensor | None, wanted: Tensor | None, calls: Sequence[Call]) -> list[nn.Module]:
@@ -656,6 +740,13 @@ def _columns_of(
     n_columns = sum(output.shape[-1] for output in outputs)
     # The columns are integers, so an exact comparison is right.
     return joined if torch.equal(joined.sort().values, torch.arange(n_columns)) else None
+
+
+def _arguments(call: tuple[Any, Any], x: Tensor) -> tuple[Any, Any]:
+    """Return the arguments of a recorded call with `x` instead of the stream."""
+    stream = _stream_among(call, x.shape[-1])
+    args, kwargs = mapped(call, lambda leaf: x if leaf is stream else leaf)
+    return args, kwargs
 
 
 def _stream_among(tree: Any, width: int) -> Tensor:

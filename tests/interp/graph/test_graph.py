@@ -84,8 +84,7 @@ def test_outputs_of_writers_depend_on_the_gain_of_their_norm():
 
     def total():
         return sum(
-            part.vectors().square().sum()
-            for part in nodes.layers[1].attention_writers(at.__getitem__)
+            part.vectors().square().sum() for part in nodes.layers[1].heads.outputs(at.__getitem__)
         )
 
     (found,) = torch.autograd.grad(total(), gain)

@@ -121,7 +121,7 @@ def test_graphs(name):
         logits = [w.model(text, use_cache=False).logits for text in (w.clean, w.corrupted)]
         nodes = graph.Graph(w.model)
         cache = HookedRunner(w.model).capture(w.clean, names=[*nodes.needed, "*.attn_out"])
-        wrote = nodes.contributions(cache)[nodes.layers[1].attn].sum(0)
+        wrote = nodes.contributions(cache)[[*nodes.layers[1].heads.writers]].sum(0)
         close(wrote, cache["attn_out", 1], "the sum over heads")
         for circuit, expected in ((nodes.edges, logits[0]), ([], logits[1])):
             close(run_circuit(w.model, pairs, circuit), expected, "a whole or empty circuit")

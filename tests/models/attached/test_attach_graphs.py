@@ -28,10 +28,8 @@ close = functools.partial(agree, tolerance=2e-5)
 
 CLEAN, OTHER = torch.randint(1, VOCAB, (2, 3, 7), generator=torch.Generator().manual_seed(3))
 REFUSED = {
-    "deepseek_v3": "heads of one size",
-    "qwen3_next": "attention as its only mixer of positions",
     "bert": "not of the sum with the stream",
-    "falcon": "column belongs to one head",
+    "doge": "whose outputs are added to the stream",
 }
 
 
