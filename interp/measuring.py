@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
@@ -241,6 +242,34 @@ def per_example(
             f"from {metric!r}"
         )
     return at_least_float32(values)
+
+
+def per_run(
+    metric: Metric, logits: Float[Tensor, "rows pos vocab"], batch: int
+) -> Float[Tensor, "run batch"]:
+    """Return the metric of each example in each of several runs of one batch.
+
+    A metric of `interp.metrics` is computed for all runs at once. Any other function is called once
+    for each run, with the rows of this run.
+
+    Args:
+        metric: a function from logits to one number for each example.
+        logits: the logits that the metric reads. The rows of a run follow the rows of the run
+            before it.
+        batch: the number of examples.
+
+    Raises:
+        ValueError: as for `per_example`.
+    """
+    if has_batched_runs(metric):
+        return at_least_float32(torch.vmap(metric)(logits.unflatten(0, (-1, batch))))
+    values = [per_example(metric, logits_of_run, batch) for logits_of_run in logits.split(batch)]
+    return torch.stack(values)
+
+
+def has_batched_runs(metric: Metric) -> bool:
+    """Return True if `per_run` computes a metric for all runs at once."""
+    return isinstance(metric, TokenMetric)
 
 
 def evaluate(

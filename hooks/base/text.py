@@ -22,6 +22,7 @@ from hooks.base.arguments import each_row, is_listed, joined, require_rows, with
 from hooks.base.errors import unknown_name
 from hooks.base.hints import HintsAtNames
 from hooks.base.selection import Index, Selection, real_of
+from hooks.base.transfer import to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +141,7 @@ class Text(HintsAtNames):
         Raises:
             ValueError: if the shapes of the mask and the tokens differ.
         """
-        return real_of(self.attention_mask, self.tokens.shape[:2]).to(self.tokens.device)
+        return to_device(real_of(self.attention_mask, self.tokens.shape[:2]), self.tokens.device)
 
     def listed(self) -> list[list[int]]:
         """Return the real tokens of each text."""
@@ -170,6 +171,8 @@ class Text(HintsAtNames):
 
     def is_aligned_with(self, other: "Text") -> bool:
         """Return whether the other texts have the same columns and padding."""
+        if self.attention_mask is None and other.attention_mask is None:
+            return self.tokens.shape[:2] == other.tokens.shape[:2]
         return torch.equal(self.real, other.real)
 
     def words(self, model: nn.Module, *others: "Text") -> list[str] | None:

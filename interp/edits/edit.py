@@ -135,15 +135,43 @@ class Edit:
             UnknownNameError: if the point lacks an axis, or a cache lacks the point.
             EditError: if an index or a source does not fit.
         """
+        changed = self._changed(activation, point)
+        if changed is not None:
+            box, new = changed
+            activation[box] = new
+        return activation
+
+    def try_on(self, activation: Shaped[Tensor, "..."], point: Point) -> None:
+        """Compute the change without writing it, so that errors are raised early.
+
+        Args:
+            activation: a value at the point.
+            point: the point.
+
+        Raises:
+            UnknownNameError, EditError: as in a call of the edit.
+        """
+        changed = self._changed(activation, point)
+        if changed is not None:
+            box, new = changed
+            new.expand_as(activation[box])
+
+    def _changed(
+        self, activation: Tensor, point: Point
+    ) -> tuple[tuple[slice, ...], Shaped[Tensor, "..."]] | None:
+        """Return the box of the activation that changes, and its new values.
+
+        The result is None if nothing changes. The new values broadcast to the box.
+        """
         self._require_fit(point)
         if CALL in self.where and not self._is_at_call(point):
-            return activation
+            return None
         where = {axis: selection for axis, selection in self.where.items() if axis != CALL}
         source_value = None if self.source is None else self.source.at(activation, point, where)
         columns = None if source_value is None else source_value.columns
         place = locate(activation, point, where, columns)
         if place is None:
-            return activation
+            return None
         region = activation[place.box]
         value = activation
         if self.source is not None and source_value is not None:
@@ -152,8 +180,7 @@ class Edit:
         new = self.change(region, value, place)
         if place.mask is not None:
             new = torch.where(to_device(place.mask, region.device), new, region)
-        activation[place.box] = new
-        return activation
+        return place.box, new
 
     def __repr__(self) -> str:
         source_pos = None if self.source is None else self.source.columns

@@ -61,7 +61,8 @@ def last_real(
     if not last:
         return logits
     columns = columns_of_last(last, logits.shape[1], len(logits), attention_mask)
-    return logits[torch.arange(len(logits))[:, None], columns]
+    rows = torch.arange(len(logits), device=logits.device)
+    return logits[rows[:, None], to_device(columns, logits.device)]
 
 
 class Position:

@@ -261,7 +261,7 @@ class PathEdits:
         for n, carried in progress_of(jobs, f"{axis}s", len(labels)):
             if isinstance(carried, Tensor):
                 logits = self.model.unembed(self.batch.read(carried))
-                values[n] = self.batch.measure(logits) - base
+                values[n] = self.batch.measure(logits)[0] - base
                 continue
             waiting[n] = carried
             if sum(map(len, waiting.values())) >= at_once:

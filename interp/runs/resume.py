@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from hooks.base import peak_bytes, skip_token_checks, to_device
 from hooks.shared import Edits, inside
-from interp.runs.rows import Done, Job, acting, copied, stacked, too_small
+from interp.measuring import has_batched_runs
+from interp.runs.rows import Done, Job, Measured, acting, copied, stacked, too_small
 from interp.runs.unedited import Unedited
 
 # A matrix product with fewer rows spends most of its time reading the weights.
@@ -63,8 +64,8 @@ class Resumed:
         self._chunks = list(self._divided(jobs, max_bytes))
         self.forwards = sum(map(self._work, jobs))
 
-    def run(self, done: Done) -> Iterator[tuple[Job, Float[Tensor, " batch"]]]:
-        """Yield each job with its metric."""
+    def run(self, done: Done) -> Iterator[Measured]:
+        """Yield some jobs at a time, with the metric of each."""
         for jobs, read_at_once in self._chunks:
             yield from self._measured(jobs, self._stream_of(jobs, done), read_at_once)
 
@@ -108,9 +109,13 @@ class Resumed:
             earlier_keys = past_bytes if pos else 0
             return at_all_positions * (self.n_pos - pos) // self.n_pos + earlier_keys
 
-        # This memory is needed once, for any number of runs. The metric is computed for one run at
-        # a time, and so is the first stream of a run with edits before the blocks.
-        shared_bytes = metric_bytes + stream_bytes * any(job.before_blocks for job in jobs)
+        # This memory is needed once, for any number of runs. A function of the user is computed for
+        # one run at a time, and so is the first stream of a run with edits before the blocks.
+        shared_bytes = stream_bytes * any(job.before_blocks for job in jobs)
+        if has_batched_runs(self.batch.metric):
+            unembed_bytes += metric_bytes
+        else:
+            shared_bytes += metric_bytes
         largest_run = max(max(bytes_of_run(job.pos), stream_bytes + unembed_bytes) for job in jobs)
         needed = unedited_bytes + shared_bytes + largest_run
         if max_bytes < needed:
@@ -126,7 +131,7 @@ class Resumed:
     def _peaks(self, jobs: Sequence[Job]) -> tuple[int, int, int]:
         """Return the peak memory of a block, of the unembedding and of the metric, in bytes.
 
-        Each is measured for one run.
+        Each is measured for one run. The unembedding includes the stream that it reads.
         """
         base = self.base
         edited_modules: set[nn.Module] = set()
@@ -142,8 +147,12 @@ class Resumed:
             )
         stream = base.streams[-1]
         if not any(job.after_blocks for job in jobs):
-            stream = self.batch.read(stream)
-        _, unembed = peak_bytes(lambda: self.model.unembed(stream))
+            _, unembed = peak_bytes(lambda: self.model.unembed(self.batch.read(stream)))
+        else:
+            _, unembed = peak_bytes(lambda: self.model.unembed(stream))
+            unembed += stream.nbytes
+        if any(job.pos > self._first_read for job in jobs):
+            unembed += stream.nbytes
         _, metric = peak_bytes(lambda: self.batch.measure(base.logits))
         return block, unembed + base.logits.nbytes, metric
 
@@ -208,10 +217,8 @@ class Resumed:
             resid = self.model.input_resid(self.batch.tokens, self.base.contexts[0])
         return to_device(resid, self.base.streams[0].device)
 
-    def _measured(
-        self, jobs: list[Job], stream: Tensor, read_at_once: int
-    ) -> Iterator[tuple[Job, Tensor]]:
-        """Yield each run with its metric.
+    def _measured(self, jobs: list[Job], stream: Tensor, read_at_once: int) -> Iterator[Measured]:
+        """Yield some runs at a time, with the metric of each.
 
         Args:
             jobs: the runs.
@@ -223,23 +230,45 @@ class Resumed:
         for job in [job for job in jobs if job.after_blocks]:
             with acting(stacked([job], self.batch)):
                 logits = self.model.unembed(streams.pop(job))
-            yield job, self.batch.measure(self.batch.read(logits))
+            yield [job], self.batch.measure(self.batch.read(logits))
+        if len(streams) < len(jobs) and streams:
+            stream = torch.cat([*streams.values()])
         remaining = list(streams)
-        # If the metric reads all positions, it also needs the logits before `pos`. They are the
-        # same as in the unedited run.
-        earlier_logits = self.base.logits[:, : pos if self.batch.columns is None else 0]
         for start in range(0, len(remaining), read_at_once):
             chunk = remaining[start : start + read_at_once]
-            streams_read = [self._read(streams[job], pos) for job in chunk]
-            logits = self.model.unembed(torch.cat(streams_read))
-            # A model of `transformers` moves its output to the device of its input.
-            earlier_logits = to_device(earlier_logits, logits.device)
-            for job, logits_of_job in zip(chunk, logits.split(self.size), strict=True):
-                yield job, self.batch.measure(torch.cat([earlier_logits, logits_of_job], 1))
+            rows = slice(start * self.size, (start + len(chunk)) * self.size)
+            logits = self.model.unembed(self._read(stream[rows], pos))
+            # If the metric reads all positions, it also needs the logits before `pos`. They are the
+            # same as in the unedited run.
+            if self.batch.columns is None:
+                # A model of `transformers` moves its output to the device of its input.
+                earlier_logits = to_device(self.base.logits[:, :pos], logits.device)
+                logits = _after(earlier_logits, logits)
+            yield chunk, self.batch.measure(logits)
 
     def _read(self, stream: Tensor, pos: int) -> Tensor:
-        """Return the stream at the positions that the metric reads; `stream` begins at `pos`."""
+        """Return the streams of some runs at the positions that the metric reads.
+
+        Args:
+            stream: the streams from position `pos` on.
+            pos: the first position.
+        """
         if pos > self._first_read:
-            stream = torch.cat([self.base.streams[-1][:, :pos], stream], 1)
+            stream = _after(self.base.streams[-1][:, :pos], stream)
             pos = 0
         return self.batch.read(stream, pos)
+
+
+def _after(
+    earlier: Float[Tensor, "batch _earlier d"], later: Float[Tensor, "rows _later d"]
+) -> Float[Tensor, "rows _pos d"]:
+    """Return the values of some runs after the earlier values, which all runs share.
+
+    Args:
+        earlier: the values of a batch at its first positions.
+        later: the values of one or several runs of the batch at the next positions.
+    """
+    if not earlier.shape[1]:
+        return later
+    of_runs = later.unflatten(0, (-1, len(earlier)))
+    return torch.cat([earlier.expand(len(of_runs), *earlier.shape), of_runs], 2).flatten(0, 1)

@@ -7,8 +7,9 @@ run, rows 3 to 5 the second run (`Text.repeated`).
 1. At `blocks.1.attn.z`, the hook receives [6, 5, head, d_head] and passes rows 0 to 2 to the edit
    of the first run, as if they were a separate batch. At `blocks.1.mlp_out`, rows 3 to 5 are passed
    to the edit of the second run (`stacked`, `_edit_rows`).
-2. The logits at the positions that the metric reads are split again, and the metric is called for
-   each run with 3 rows (`Batch.read`, `Batch.measure`).
+   An `Edit` writes into the rows of one copy of the value; a function receives a copy of its rows.
+2. The metric is computed from the logits at the positions that it reads: for all runs at once, or
+   if it is a function of the user, for each run with 3 rows (`Batch.read`, `Batch.measure`).
 3. A value without 6 rows, such as the weights of a mask for all texts, cannot be split. Runs that
    edit this value are computed one by one.
 """
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -29,6 +31,7 @@ from hooks.base import (
     Piece,
     Text,
     columns_of_last,
+    number_of_call,
     peak_bytes,
     piece_read,
     reading,
@@ -37,12 +40,17 @@ from hooks.base import (
     to_device,
     with_first_tensor,
 )
-from hooks.shared import Edits, Session, first_tensor
-from interp.measuring import Metric, last_of, per_example
+from hooks.shared import Edits, Session, first_tensor, hooks_disabled
+from interp.edits import Edit
+from interp.measuring import Metric, last_of, per_run
 from interp.protocol import logits_of
 
 Done = Callable[[float], object]
 """A function that is called with the work just done, in forward passes of one batch."""
+
+
+Measured = tuple[Sequence["Job"], Float[Tensor, "run batch"]]
+"""Some runs, and the metric of each."""
 
 
 @dataclass(eq=False)
@@ -141,13 +149,13 @@ class Batch:
         columns = columns.repeat(len(values) // len(columns), 1)[..., None]
         return values.gather(1, columns.expand(-1, -1, values.shape[-1]))
 
-    def measure(self, logits: Float[Tensor, "batch _read vocab"]) -> Float[Tensor, " batch"]:
-        """Return the metric of one run, which may be NaN.
+    def measure(self, logits: Float[Tensor, "rows _read vocab"]) -> Float[Tensor, "run batch"]:
+        """Return the metric of one or several runs, which may be NaN.
 
         Raises:
             ValueError: if the metric does not return one number for each example.
         """
-        return per_example(self.metric, logits, len(self.tokens))
+        return per_run(self.metric, logits, len(self.tokens))
 
 
 def stacked(jobs: Sequence[Job], batch: Batch, inside: Container[nn.Module] | None = None) -> Edits:
@@ -192,7 +200,12 @@ def _edit_rows(
     if n_copies == 1:
         [(_, job, edited)] = edits
         job.fired.add(edited.point.name)
-        return with_first_tensor(output, edited.apply(value, call))
+        if are_edits(edited):
+            new = value.clone()
+            write(edited, new, call)
+        else:
+            new = edited.apply(value, call)
+        return with_first_tensor(output, new)
     dim = batch.axes[point.module]
     size = len(batch.tokens)
     # Check that the axis grew with the number of copies, because an axis may have the size of the
@@ -204,9 +217,33 @@ def _edit_rows(
     with reading(piece_read().first(size)):
         for copy, job, edited in edits:
             rows = value.narrow(dim, copy * size, size)
-            rows.copy_(edited.apply(rows, call))
+            if are_edits(edited):
+                write(edited, rows, call)
+            else:
+                rows.copy_(edited.apply(rows, call))
             job.fired.add(edited.point.name)
     return with_first_tensor(output, value)
+
+
+def are_edits(edited: EditedPoint) -> bool:
+    """Return True if all hooks at a point are edits of `interp.edits`.
+
+    These edits write in place and keep the shape, so they need no copy of the rows for each hook.
+    """
+    return all(type(hook) is Edit for hook in edited.hooks)
+
+
+def write(edited: EditedPoint, rows: Tensor, call: int) -> None:
+    """Apply edits in place, in order.
+
+    Args:
+        edited: a point and its edits.
+        rows: the value that is changed.
+        call: the number of the call of the module.
+    """
+    with number_of_call.set(call):
+        for hook in edited.hooks:
+            hooks_disabled(hook, rows, edited.point)
 
 
 class NoRowsError(HookError):
@@ -256,25 +293,23 @@ class WholeRuns:
         """Return the logits of the whole model."""
         return logits_of(self.model(text.tokens, **text.arguments(self.model)))
 
-    def run(self, done: Done) -> Iterator[tuple[Job, Float[Tensor, " batch"]]]:
-        """Yield each job with its metric."""
+    def run(self, done: Done) -> Iterator[Measured]:
+        """Yield some jobs at a time, with the metric of each."""
         for start in range(0, len(self.jobs), self._at_once):
             jobs = self.jobs[start : start + self._at_once]
             try:
                 values = self._measured(jobs)
             except NoRowsError:
-                values = []
-                for job in jobs:
-                    values += self._measured([job])
+                values = torch.cat([self._measured([job]) for job in jobs])
             done(len(jobs))
-            yield from zip(jobs, values, strict=True)
+            yield jobs, values
 
-    def _measured(self, jobs: Sequence[Job]) -> list[Tensor]:
+    def _measured(self, jobs: Sequence[Job]) -> Float[Tensor, "run batch"]:
         """Return the metric of some runs, computed in one forward pass."""
         # The unedited run has already checked the texts, and a check waits for the device.
         with skip_token_checks(), acting(stacked(jobs, self.batch)):
             logits = self.batch.read(self._logits(self.batch.text.repeated(len(jobs))))
-        return list(map(self.batch.measure, logits.split(len(self.batch.tokens))))
+        return self.batch.measure(logits)
 
 
 def acting(edits: Edits) -> Session:

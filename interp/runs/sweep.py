@@ -18,6 +18,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
@@ -27,6 +28,7 @@ from hooks.base import (
     TEXT_AXES,
     Selection,
     progress_bar,
+    to_device,
     warn,
     without_gradients,
 )
@@ -138,13 +140,26 @@ def _measured(
             for job in jobs:
                 job.pos = 0
         runs = Resumed(unedited, jobs, max_bytes)
-    values = base.new_empty(len(jobs), size)
+    parts: list[Tensor] = []
+    indices: list[int] = []
     title = f"{len(jobs)} edits, as {runs.forwards:.3g} forward passes"
     with progress_bar(title, total=runs.forwards) as count:
-        for job, metrics in runs.run(count):
-            values[job.index] = metrics
-            job.require_fired()
-    return base, values
+        for jobs_run, metrics in runs.run(count):
+            parts.append(to_device(metrics.to(base.dtype), base.device))
+            for job in jobs_run:
+                indices.append(job.index)
+                job.require_fired()
+    return base, _in_order(torch.cat(parts), indices)
+
+
+def _in_order(
+    values: Float[Tensor, "edit batch"], indices: Sequence[int]
+) -> Float[Tensor, "edit batch"]:
+    """Return rows in the order of their indices."""
+    if [*indices] == sorted(indices):
+        return values
+    order = torch.tensor(indices).argsort()
+    return values.index_select(0, to_device(order, values.device))
 
 
 def runs_alone(model: nn.Module) -> bool:

@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from hooks import EditedPoint, HookedRunner
-from hooks.base import Calls, is_rounding, tensors_in, version
-from hooks.shared import Session, first_tensor, inside
+from hooks.base import Calls, is_rounding, number_of_call, stacked, tensors_in, version
+from hooks.shared import Session, first_tensor, hooks_disabled, inside
 from interp.edits import Edit
 from interp.protocol import few_logits, logits_of, of
-from interp.runs.rows import Batch, Job
+from interp.runs.rows import Batch, Job, are_edits
 
 
 class Unedited:
@@ -103,10 +103,19 @@ class Unedited:
         # values in blocks need a row for each text.
         is_in_block = self._stage in range(len(self._calls))
         self._by_rows &= not is_in_block or self.batch.axes[point.module] is not None
+        # The value of this run must not change, even if the features of an edit write into it.
+        scratch = value.clone() if any(map(are_edits, edits)) else value
         for edited in edits:
             # A function may have a state, so it must not be called an additional time.
-            if all(isinstance(hook, Edit) for hook in edited.hooks):
+            if not are_edits(edited):
+                continue
+            first, *others = edited.hooks
+            if others or not isinstance(first, Edit):
+                # Each edit changes the result of the edit before it.
                 edited.apply(value, call)
+            else:
+                with number_of_call.set(call):
+                    hooks_disabled(first.try_on, scratch, edited.point)
 
     def _enter(self, layer: int, args: Any, kwargs: Any) -> None:
         """Record the arguments of a block, and the version of its input stream.
@@ -154,12 +163,8 @@ class Unedited:
             and all(len(tensors) == self._n_past for tensors in self.past)
             # If a block changes its input stream in place, the recorded stream is wrong.
             and all(version(stream) == before for _, _, stream, before in calls)
-            and all(map(_are_close, outputs, self.streams[1:]))
             and all(hasattr(language, step) for step in ("input_resid", "run_block", "unembed"))
-            and _are_close(
-                language.input_resid(self.batch.tokens, self.contexts[0]), self.streams[0]
-            )
-            and _are_close(language.unembed(self.batch.read(self.streams[-1])), self.logits)
+            and self._steps_are_close()
         )
 
     def free_streams(self) -> None:
@@ -167,6 +172,20 @@ class Unedited:
         self.streams = []
         self._calls = []
         self._outputs = []
+
+    def _steps_are_close(self) -> bool:
+        """Return True if the steps of the model return the values that the run computed."""
+        outputs = _closeness(self._outputs, self.streams[1:])
+        if outputs is None:
+            return False
+        resid = self.language.input_resid(self.batch.tokens, self.contexts[0])
+        logits = self.language.unembed(self.batch.read(self.streams[-1]))
+        ends = _closeness([resid, logits], [self.streams[0], self.logits])
+        if ends is None:
+            return False
+        flags = outputs + ends
+        # Python waits for the device only here.
+        return not flags or bool(stacked(flags).all())
 
     def contexts_from(self, pos: int) -> list[Any]:
         """Return contexts for runs that begin at a position, with the keys and values before it.
@@ -218,8 +237,16 @@ def _by_module(jobs: Sequence[Job]) -> dict[nn.Module, list[EditedPoint]]:
     return by_module
 
 
-def _are_close(value: Any, expected: Tensor) -> bool:
-    """Return True if a value is a tensor that equals another tensor up to rounding."""
-    if not isinstance(value, Tensor) or value.shape != expected.shape:
-        return False
-    return value is expected or bool(is_rounding(value, expected).all())
+def _closeness(values: Sequence[Any], expected: Sequence[Any]) -> list[Tensor] | None:
+    """Return for each value whether it equals the expected tensor up to rounding.
+
+    A value that is the expected tensor itself is left out. The result is None if a value is no
+    tensor or has another shape.
+    """
+    flags = []
+    for value, tensor in zip(values, expected, strict=True):
+        if not isinstance(value, Tensor) or value.shape != tensor.shape:
+            return None
+        if value is not tensor:
+            flags.append(is_rounding(value, tensor).all())
+    return flags

@@ -8,7 +8,7 @@ import torch
 
 from hooks.base import columns_of_last
 from interp import accuracy, cross_entropy, kl_divergence, log_prob, logit_diff, rank
-from interp.measuring import evaluate, last_of, measure
+from interp.measuring import evaluate, last_of, measure, per_run
 from tests.shipped import pydoc
 
 BATCH, POS, VOCAB = 3, 5, 11
@@ -129,6 +129,47 @@ def test_kl_divergence_is_from_the_reference(logits, mask, pos):
 )
 def test_gradients_match_finite_differences(logits, metric):
     assert torch.autograd.gradcheck(metric, logits.requires_grad_())
+
+
+TOKENS = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [0, 2, 4, 6, 8]])
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        logit_diff([1, 2, 3], [[4, 5], [6, 7], [8, 9]], pos=[-1, -2, -1]),
+        log_prob([3, 0, 2], pos=1),
+        accuracy([3, 0, 2]),
+        rank(4, pos=[0, 2, 4]),
+        cross_entropy(TOKENS, attention_mask=LEFT),
+        kl_divergence(
+            torch.arange(165.0).sin().view(BATCH, POS, VOCAB).double(), None, attention_mask=LEFT
+        ),
+    ],
+    ids=repr,
+)
+def test_the_metric_of_several_runs_is_the_metric_of_each(metric):
+    logits = torch.randn(7 * BATCH, POS, VOCAB, dtype=torch.float64)
+    values = per_run(metric, logits, BATCH)
+    assert values.shape == (7, BATCH)
+    for run, logits_of_run in enumerate(logits.split(BATCH)):
+        # The same operations compute each row, so the numbers are equal to the last bit.
+        assert torch.equal(values[run], metric(logits_of_run))
+
+
+def test_a_function_of_the_user_receives_one_run_at_a_time(logits):
+    shapes = []
+
+    def metric(logits):
+        shapes.append(tuple(logits.shape))
+        return logits[:, -1, 2].half()
+
+    values = per_run(metric, logits.repeat(2, 1, 1), BATCH)
+    assert shapes == [(BATCH, POS, VOCAB)] * 2
+    assert values.tolist() == [logits[:, -1, 2].half().tolist()] * 2
+    assert values.dtype == torch.float32
+    with pytest.raises(ValueError, match=r"\[3\].*\[2\]"):
+        per_run(lambda logits: logits[:2, 0, 0], logits, BATCH)
 
 
 @pytest.mark.parametrize("mask", [LEFT, LEFT.flip(1), torch.tensor([[1, 0, 1, 1, 0]] * 3).bool()])

@@ -771,6 +771,26 @@ def test_edits_that_do_not_fit_a_point_are_errors(wide, texts, source, edit, nam
         return
     with pytest.raises((EditError, UnknownNameError), match=match):
         wide.run_with_hooks(texts[0], hooks=hooks)
+    value = wide.capture(texts[0], names=name)[name]
+    with pytest.raises((EditError, UnknownNameError), match=match):
+        hooks[name].try_on(value, wide.points[name])
+
+
+def test_a_trial_changes_nothing(wide, texts, source):
+    value = wide.capture(texts[0], names="embed")["embed"]
+    before = value.clone()
+    for edit in (
+        edits.zero(),
+        edits.replace(source, pos=SPANS),
+        edits.mean(source),
+        edits.noise(1),
+    ):
+        edit.try_on(value, wide.points["embed"])
+    assert torch.equal(value, before)
+    # The new value of an edit by another package may not fit.
+    wrong = edits.Edit("wrong", lambda region, source, place: region[:, :2])
+    with pytest.raises(RuntimeError, match="size"):
+        wrong.try_on(value, wide.points["embed"])
 
 
 @pytest.mark.usefixtures("unchecked")

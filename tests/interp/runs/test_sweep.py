@@ -13,7 +13,7 @@ from torch import nn
 
 from hooks import EditError, HookedRunner, HookPoint, ModeError, NeverFiredError, UnknownNameError
 from hooks.base._torch import PeakBytes
-from interp import Pairs, activation_patching, edits, log_prob, logit_diff, sweep
+from interp import Pairs, activation_patching, edits, kl_divergence, log_prob, logit_diff, sweep
 from tests.reference import BATCH, POS, VOCAB, separately, some_tokens, variant
 
 FORMS = [
@@ -446,6 +446,42 @@ def test_values_without_rows_are_edited_as_a_whole():
         same(model, tokens, entries)
 
 
+def test_edits_and_functions_at_one_point_act_in_order():
+    model, tokens, bias = variant("pre"), some_tokens(), torch.arange(10.0).double()
+    double, add = edits.scale(2.0, pos=[1, 4]), edits.add(bias, pos=slice(3, None))
+
+    def shift(value, point):
+        return value.roll(1, 0)
+
+    orders = [*itertools.permutations((double, add, shift)), (double, add), (add, double)]
+    entries = [[("blocks.0.attn_out", hook) for hook in hooks] for hooks in orders]
+    same(model, tokens, entries)
+
+
+def test_features_that_write_into_their_input_change_only_their_own_run():
+    class Negated:
+        def interchanged(self, value, source):
+            return value.neg_()
+
+    model, tokens = variant("pre"), some_tokens()
+    source = HookedRunner(model).capture(tokens, names="blocks.0.mlp_out")
+    negate = edits.interchange(source, Negated(), pos=2)
+    same(model, tokens, [{"blocks.0.mlp_out": negate}, {"blocks.0.mlp_out": edits.scale(1.5)}])
+
+
+def test_errors_come_before_the_first_edited_run():
+    model, tokens, calls = variant("pre"), some_tokens(), []
+
+    def function(value, point):
+        calls.append(point)
+
+    wrong = edits.replace(torch.zeros(BATCH, POS, 9))
+    entries = [{"blocks.0.attn_out": function}, {"blocks.1.attn_out": wrong}]
+    with pytest.raises(EditError, match="size 10"):
+        sweep(model, tokens, entries, METRIC)
+    assert not calls
+
+
 def test_pairs_stand_in_place_of_tokens():
     model, pairs = variant("pre"), draw_pairs()
     found = sweep(model, pairs, HEADS_OFF)
@@ -580,6 +616,19 @@ def test_whole_runs_stay_within_the_bound_too(times):
     budget = times * int(str(refused.value).split()[5].replace(",", ""))
     with PeakBytes() as first:
         model(tokens)
+    with PeakBytes() as memory:
+        sweep(model, tokens, entries, metric, max_bytes=budget)
+    assert memory.peak <= budget + first.peak
+
+
+@torch.no_grad()
+def test_the_memory_of_the_metric_of_several_runs_is_counted():
+    model, tokens = variant("pre", vocab_size=900), some_tokens()
+    metric = kl_divergence(model(tokens) / 2, None)
+    entries = [{"blocks.1.attn.z": edits.scale(n / 9)} for n in range(17)]
+    with PeakBytes() as first:
+        model(tokens)
+    budget = 5_000_000
     with PeakBytes() as memory:
         sweep(model, tokens, entries, metric, max_bytes=budget)
     assert memory.peak <= budget + first.peak
