@@ -36,8 +36,12 @@ def read(path: Path, *, k: int | None = None) -> Dictionary:
             `L0_` in the name of the repository.
     """
     content = pickled(path)
-    if k is None and (made := dictionary_learning.read_without_config(path, content)):
-        return made
+    # Other libraries use the same names of tensors, with another meaning. The name of the file is
+    # the name that dictionary_learning writes.
+    if path.name == "ae.pt" and k is None:
+        made = dictionary_learning.read_without_config(path, content)
+        if made is not None:
+            return made
     if "W_enc" in content and _is_hook_z(content):
         return _hook_z(path, content, k)
     if "W_enc" in content:
