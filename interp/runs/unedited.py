@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hooks import EditedPoint, HookedRunner
-from hooks.base import Calls, is_rounding, number_of_call, stacked, tensors_in, version
+from hooks.base import Calls, is_rounding, number_of_call, tensors_in, version
 from hooks.shared import Session, first_tensor, hooks_disabled, inside
 from interp.edits import Edit
 from interp.protocol import few_logits, logits_of, of
@@ -183,9 +184,11 @@ class Unedited:
         ends = _closeness([resid, logits], [self.streams[0], self.logits])
         if ends is None:
             return False
-        flags = outputs + ends
-        # Python waits for the device only here.
-        return not flags or bool(stacked(flags).all())
+        flags: dict[torch.device, list[Tensor]] = {}
+        for flag in outputs + ends:
+            flags.setdefault(flag.device, []).append(flag)
+        # Python waits once for each device, and only here.
+        return all(bool(torch.stack(of_device).all()) for of_device in flags.values())
 
     def contexts_from(self, pos: int) -> list[Any]:
         """Return contexts for runs that begin at a position, with the keys and values before it.
