@@ -206,7 +206,7 @@ def score_of_rows(answers: Continuations, rows: Text) -> TokenMetric:
     """
     tokens_of_rows = answers.of_rows
     longest = max(map(len, tokens_of_rows))
-    # The rows of `tokens` and `is_answer` are padded on the left, so that all answers end at the
+    # The rows of `tokens` and `is_answer` are filled on the left, so that all answers end at the
     # last column.
     tokens = torch.zeros(len(tokens_of_rows), longest, dtype=torch.long)
     is_answer = torch.zeros_like(tokens, dtype=torch.bool)
@@ -217,6 +217,9 @@ def score_of_rows(answers: Continuations, rows: Text) -> TokenMetric:
     weights[len(answers.tokens) :] = -1
     if answers.per_token:
         weights /= is_answer.sum(1)
+    # A sweep calls the metric once for each edit, so these are computed here.
+    is_filler = ~is_answer
+    weights_of_dtype = {dtype: weights.to(dtype) for dtype in (torch.float32, torch.float64)}
     real = rows.of_logits.real.cpu()
     # If a row has fewer tokens than the longest answer, the model cannot return the logits of that
     # many last positions. Then the metric reads all positions and selects columns itself.
@@ -236,9 +239,9 @@ def score_of_rows(answers: Continuations, rows: Text) -> TokenMetric:
         else:
             # A caller may pass the logits of all positions.
             logits = logits[:, -longest:]
-        tokens_here, is_answer_here = all_to_device((tokens, is_answer), logits.device)
-        scores = score(at_least_float32(logits), tokens_here, is_answer_here)
-        return scores * to_device(weights.to(scores.dtype), scores.device)
+        tokens_here, is_filler_here = all_to_device((tokens, is_filler), logits.device)
+        scores = score(at_least_float32(logits), tokens_here, is_filler_here)
+        return scores * to_device(weights_of_dtype[scores.dtype], scores.device)
 
     def call_in_words(write: Writer) -> str:
         calls = []
@@ -272,25 +275,25 @@ def _last_columns(real: Bool[Tensor, "row column"], n: int) -> Int[Tensor, "row 
 def _log_probs(
     logits: Float[Tensor, "row n vocab"],
     tokens: Int[Tensor, "row n"],
-    is_answer: Bool[Tensor, "row n"],
+    is_filler: Bool[Tensor, "row n"],
 ) -> Float[Tensor, " row"]:
     """Return the log-probability of each answer: the sum over its tokens, in nats."""
     log_probs = logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
-    return log_probs.where(is_answer, 0).sum(1)
+    return log_probs.masked_fill(is_filler, 0).sum(1)
 
 
 def _is_greedy(
     logits: Float[Tensor, "row n vocab"],
     tokens: Int[Tensor, "row n"],
-    is_answer: Bool[Tensor, "row n"],
+    is_filler: Bool[Tensor, "row n"],
 ) -> Float[Tensor, " row"]:
     """Return 1 for each answer whose tokens are all the likeliest tokens, and 0 otherwise.
 
     The result is NaN if a logit is NaN at a position that predicts the answer. The comparison with
     the likeliest token alone would hide the NaN.
     """
-    is_likeliest = ((logits.argmax(-1) == tokens) | ~is_answer).all(1)
-    has_nan = (logits.isnan().any(-1) & is_answer).any(1)
+    is_likeliest = ((logits.argmax(-1) == tokens) | is_filler).all(1)
+    has_nan = (logits.isnan().any(-1) & ~is_filler).any(1)
     return is_likeliest.to(logits.dtype).where(~has_nan, torch.nan)
 
 

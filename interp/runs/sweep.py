@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import EditedPoint, HookedRunner, Hooks
@@ -58,7 +58,9 @@ def effects_of_edits(
     """
     batch = Batch(runs.text, runs.metric)
     if runs.rows is not runs.pairs:
-        edits = [_counted_in_prompts(hooks, runs.prompts) for hooks in edits]
+        columns = [row.nonzero()[:, 0].tolist() for row in runs.prompts.cpu()]
+        n_columns = runs.prompts.shape[1]
+        edits = [_counted_in_prompts(hooks, columns, n_columns) for hooks in edits]
     with batch.reading():
         base, values = _measured(runs.runner, batch, edits, max_bytes=runs.max_bytes)
     effects = values - base
@@ -71,7 +73,7 @@ def effects_of_edits(
     return base, effects
 
 
-def _counted_in_prompts(hooks: Hooks, prompts: Bool[Tensor, "row column"]) -> Hooks:
+def _counted_in_prompts(hooks: Hooks, columns: list[list[int]], n_columns: int) -> Hooks:
     """Return edits whose negative positions count from the last token of each prompt.
 
     In a run, negative positions count from the last real token of a row, which belongs to an
@@ -79,30 +81,34 @@ def _counted_in_prompts(hooks: Hooks, prompts: Bool[Tensor, "row column"]) -> Ho
 
     Args:
         hooks: the hooks of a run.
-        prompts: True at the tokens of prompts.
+        columns: the columns of the tokens of each row's prompt.
+        n_columns: the number of columns of a row.
     """
     places = hooks.items() if isinstance(hooks, Mapping) else hooks
     counted = []
     for names, edit in places:
         if isinstance(edit, Edit):
-            edit = _edit_in_prompts(edit, prompts)
+            edit = _edit_in_prompts(edit, columns, n_columns)
         counted.append((names, edit))
     return counted
 
 
-def _edit_in_prompts(edit: Edit, prompts: Bool[Tensor, "row column"]) -> Edit:
+def _edit_in_prompts(edit: Edit, columns: list[list[int]], n_columns: int) -> Edit:
     """Return an edit whose negative positions are replaced by the columns of each row's prompt.
 
     In the text of a cache, the positions still count from the end of that text.
+
+    Args:
+        edit: the edit.
+        columns, n_columns: see `_counted_in_prompts`.
     """
-    columns = [row.nonzero()[:, 0].tolist() for row in prompts]
     where = {}
     source = edit.source
     for axis, selection in edit.where.items():
         if axis in TEXT_AXES and selection.counts_back:
             if axis in POSITION_AXES and source is not None:
                 source = source.counting(selection, axis)
-            rows = selection.rows(prompts.shape[1], axis, len(columns), real=columns)
+            rows = selection.rows(n_columns, axis, len(columns), real=columns)
             selection = Selection(rows if len(rows) > 1 else rows[0])
         where[axis] = selection
     return replace(edit, where=where, source=source)

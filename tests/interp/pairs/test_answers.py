@@ -6,6 +6,7 @@ in float64.
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from hooks import HookedRunner
 from interp import (
@@ -32,6 +33,7 @@ from interp.graph import Graph, circuits
 from interp.runs.masked import run_circuit
 from interp.runs.runs import Runs
 from models import attach, load
+from tests.counting import Starts
 from tests.interp.effects.by_hand import changed, close
 from tests.reference import LAYERS, variant
 
@@ -442,6 +444,35 @@ def test_right_answers_of_an_alignment_are_greedy(model):
     runs = Runs(model, pairs, "denoising")
     site = InterchangeRuns(runs, "blocks.0.mlp_out", -1, head=None, batch=5)
     assert site.scores(neurons(10)).right.tolist() == [1, 0]
+
+
+def test_a_sweep_costs_as_much_as_a_sweep_of_its_rows(model):
+    """The rows are the same texts with a metric that reads as many logits.
+
+    The score of an answer adds a few operations to each edit: it hides the fill of short answers,
+    adds up the tokens and multiplies by the sign.
+    """
+    pairs = pairs_of("right")
+    rows = pairs.read_by(model).rows()
+
+    def plain(logits):
+        return logits.log_softmax(-1)[:, :, 3].sum(1)
+
+    plain.last = rows.metric.last
+    assert plain.last in (0, 4)
+
+    def work(texts, n_edits):
+        jobs = [{"blocks.1.attn.z": edits.zero(pos=-1 - n % 3)} for n in range(n_edits)]
+        with FlopCounterMode(display=False) as flops, Starts() as starts:
+            sweep(model, texts, jobs, progress=False)
+        return flops.get_total_flops(), starts.operations.total()
+
+    flops, operations = work(pairs, 3)
+    flops_of_rows, operations_of_rows = work(Pairs(rows.text, metric=plain), 3)
+    assert flops <= 1.1 * flops_of_rows
+    more = work(pairs, 9)[1] - operations
+    more_of_rows = work(Pairs(rows.text, metric=plain), 9)[1] - operations_of_rows
+    assert more <= more_of_rows + 6 * 6
 
 
 def test_the_metric_reads_the_last_positions_of_whole_texts(model):
