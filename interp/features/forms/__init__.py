@@ -58,7 +58,7 @@ FORMS: Mapping[str, Form] = {
     "sparsify": Form(("cfg.json", "sae.safetensors"), sparsify.read),
     "dictionary_learning": Form(("config.json", "ae.pt"), dictionary_learning.read),
     "gemma_scope": Form(("params.npz",), gemma_scope.read),
-    "gemma_scope_2": Form(("config.json", "params.safetensors"), gemma_scope.read_2),
+    "gemma_scope_2": Form(("params.safetensors",), gemma_scope.read_2),
     "circuit_tracer": Form(
         ("layer_0.safetensors",),
         circuit_tracer.read,

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 from interp.features.activations import JumpReLU
 from interp.features.dictionary import Dictionary
@@ -15,6 +16,16 @@ _WRITES = {"res": "resid_post", "mlp": "mlp_out", "att": "attn.z", "transcoders"
 # Folders in a repository are `embedding/width_4k/average_l0_6` or
 # `layer_3/width_16k/average_l0_59`.
 _PLACE = re.compile(r".*/(?:embedding/width_|layer_(\d+)(?:/|$))")
+
+# Folders of Gemma Scope 2 are `resid_post_all/layer_9_width_16k_l0_small`.
+_PLACE_2 = re.compile(r"/(resid_post|attn_out|mlp_out|transcoder)(?:_all)?/layer_(\d+)_")
+# The points of Gemma 3 that the dictionaries of each folder read and write.
+_NAMES_2 = {
+    "resid_post": ("output", "output"),
+    "attn_out": ("self_attn.o_proj.input", "self_attn.o_proj.input"),
+    "mlp_out": ("post_feedforward_layernorm.output", "post_feedforward_layernorm.output"),
+    "transcoder": ("pre_feedforward_layernorm.output", "post_feedforward_layernorm.output"),
+}
 
 
 def read(
@@ -94,9 +105,32 @@ def _point_of_gemma_3(name: str | None) -> str | None:
     return ours(re.sub(pattern, r"blocks.\1.attn.z", name))
 
 
+def _config_in_path(folder: Path) -> dict[str, Any]:
+    """Return the config of a dictionary of Gemma Scope 2 that follows from its path.
+
+    Raises:
+        ValueError: if the path is not a path of Gemma Scope 2's repositories.
+    """
+    for path in (folder.resolve(), folder.absolute(), (folder / "params.safetensors").resolve()):
+        if matched := _PLACE_2.search(path.as_posix()):
+            kind, layer = matched[1], matched[2]
+            reads, writes = (f"model.layers.{layer}.{name}" for name in _NAMES_2[kind])
+            config = {"architecture": "jump_relu", "hf_hook_point_in": reads}
+            return config | ({"hf_hook_point_out": writes} if kind == "transcoder" else {})
+    raise ValueError(
+        f"config.json must be in {folder}, or the path must be a path of Gemma Scope 2, such as "
+        "resid_post_all/layer_9_width_16k_l0_small"
+    )
+
+
 def read_2(folder: Path) -> Dictionary:
-    """Return the dictionary of Gemma Scope 2 in `params.safetensors` and `config.json`."""
-    config = known_fields(json_of(folder / "config.json"), "config.json of Gemma Scope 2")
+    """Return the dictionary of Gemma Scope 2 in `params.safetensors` and `config.json`.
+
+    Some folders on the hub contain no config. Its content then follows from the path.
+    """
+    has_config = (folder / "config.json").is_file()
+    config = json_of(folder / "config.json") if has_config else _config_in_path(folder)
+    config = known_fields(config, "config.json of Gemma Scope 2")
     weights = tensors_of(folder / "params.safetensors")
     if config.get("architecture") != "jump_relu":
         raise ValueError(f"architecture must be 'jump_relu'; got {config.get('architecture')!r}")

@@ -480,6 +480,28 @@ def test_weights_of_another_size_are_refused(name):
         Dictionary(activation=JumpReLU(weights.pop("threshold")), **weights)
 
 
+@pytest.mark.parametrize(
+    ("kind", "points"),
+    [
+        ("transcoder_all", ("blocks.9.ln2.normalized", "blocks.9.mlp_out")),
+        ("resid_post", ("blocks.9.resid_post",) * 2),
+        ("attn_out_all", ("blocks.9.attn.z",) * 2),
+        ("mlp_out", ("blocks.9.mlp_out",) * 2),
+    ],
+)
+def test_gemma_scope_2_without_its_config(kind, points, tmp_path):
+    folder = tmp_path / "models--google--gemma-scope-2-270m-pt" / kind / "layer_9_width_16k_l0_big"
+    folder.mkdir(parents=True)
+    shutil.copy(FIXTURES / "gemma_scope_2" / "params.safetensors", folder)
+    made = load_sae(folder)
+    assert (made.reads, made.writes) == points
+    wanted = expected(FIXTURES / "gemma_scope_2")
+    assert_close(made.encode(wanted["x"]), wanted["features"], **CLOSE)
+    shutil.copy(folder / "params.safetensors", tmp_path)
+    with pytest.raises(ValueError, match=r"config\.json must be in"):
+        load_sae(tmp_path)
+
+
 def test_input_gain_before_the_encoder():
     made, wanted = load_sae(FIXTURES / "gemma_scope_2"), expected(FIXTURES / "gemma_scope_2")
     gain = torch.tensor([0.5, 2.0, -3.0, 1.5, 0.1, 7.0])
