@@ -15,6 +15,7 @@ The share F of a circuit is (m(C) - m(∅)) / (m(M) - m(∅)), as in `faithfulne
 7. A model with shuffled weights must lack the behaviour.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -155,6 +156,10 @@ class CircuitContent(Content):
         result = runs.share(runs(circuit) - torch.stack(metrics).mean(0))
         share = n_same / len(circuit) / len(trial.seeds)
         return Test.of(name, result, bounds, note=f"{share:.0%} of the edges are found again")
+
+    def about(self, trial: Trial) -> Mapping[str, str]:
+        """Return facts about the metric and its base."""
+        return trial.behaviour.about()
 
     def as_json(self) -> dict[str, Any]:
         """Return the content as JSON types."""

@@ -21,6 +21,7 @@ from torch import nn
 
 from hooks import CacheError, __version__
 from hooks.base import (
+    Texts,
     explains_calls,
     require_choice,
     require_integer,
@@ -31,16 +32,28 @@ from hooks.base import (
 )
 from interp import plots
 from interp.claims.circuit import CircuitContent
+from interp.claims.direction import DirectionContent
+from interp.claims.effect import EffectContent
 from interp.claims.fields import choice, fields, integer, text
 from interp.claims.texts import Identity, StoredPairs
 from interp.claims.trial import Content, Trial
+from interp.claims.variable import VariableContent
 from interp.claims.verdict import Test, Verdict
+from interp.directions.direction import Direction
+from interp.features.dictionary import Dictionary
 from interp.graph.circuit import Circuit
+from interp.kinds import require_made
 from interp.pairs.pairs import Pairs
 
 _FORMAT = "hookscope-claim-1"
 _FEWEST_PAIRS = 4
-_KINDS: Mapping[str, type[Content]] = {"circuit": CircuitContent}
+_CONTENTS: tuple[type[Content], ...] = (
+    CircuitContent,
+    DirectionContent,
+    EffectContent,
+    VariableContent,
+)
+_KINDS = {content.kind: content for content in _CONTENTS}
 _FIELDS = ("format", "kind", "says", "model", "versions", "seeds", "pairs", "test", "content")
 
 
@@ -48,7 +61,8 @@ _FIELDS = ("format", "kind", "says", "model", "versions", "seeds", "pairs", "tes
 class Claim(plots.Shown):
     """A statement about a model that can be saved, sent to others and tested.
 
-    Make a claim with `Claim.circuit`.
+    Make a claim with `Claim.circuit`, `Claim.effect` (a head or a feature), `Claim.direction` or
+    `Claim.variable`.
 
     Attributes:
         says: the statement in words.
@@ -131,6 +145,169 @@ class Claim(plots.Shown):
         return cls._made(model, pairs, content, says=says, test=test, seeds=seeds, name=name)
 
     @classmethod
+    @explains_calls
+    def effect(
+        cls,
+        model: nn.Module,
+        pairs: Pairs,
+        says: str,
+        *,
+        head: tuple[int, int] | None = None,
+        feature: int | None = None,
+        dictionary: Dictionary | None = None,
+        matters: float = 0.3,
+        test: Pairs | None = None,
+        seeds: int = 5,
+        name: str = "",
+    ) -> "Claim":
+        """Return the claim that a head or a feature matters for the behaviour of pairs.
+
+        The effect is the share of the behaviour, the metric of the clean run minus the metric of
+        the corrupted run, that is lost if the value in the clean run is replaced by the value of
+        the corrupted run.
+
+        Args:
+            model, pairs, says, test, seeds, name: see `Claim.circuit`.
+            head: the layer and the number of a head.
+            feature: in place of a head, the number of a feature.
+            dictionary: the dictionary of the feature. Pass it to `verify` too.
+            matters: the promised share; negative if the part works against the behaviour.
+
+        Raises:
+            ValueError: if not exactly one of head and feature is given, if the promise is 0, or for
+                the reasons of `circuit` about pairs.
+
+        >>> from models import load
+        >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+        >>> Claim.effect(model, pairs, "head 1 reads the name", head=(0, 1)).content.title
+        'head 1 at blocks.0.attn.z'
+        """
+        if (head is None) == (feature is None):
+            raise ValueError(
+                f"either head or feature must be given; got head={head}, feature={feature}"
+            )
+        if head is not None:
+            content = EffectContent.of_head(head, matters)
+        else:
+            assert feature is not None
+            require_made("dictionary", dictionary, Dictionary)
+            assert dictionary is not None
+            content = EffectContent.of_feature(feature, dictionary, matters)
+        return cls._made(model, pairs, content, says=says, test=test, seeds=seeds, name=name)
+
+    @classmethod
+    @explains_calls
+    def direction(
+        cls,
+        model: nn.Module,
+        prompts: Pairs,
+        direction: Direction,
+        says: str,
+        *,
+        yes: Texts,
+        no: Texts,
+        others: Texts,
+        moves: float,
+        strength: float = 1.0,
+        cost: float = 0.1,
+        test: Pairs | None = None,
+        seeds: int = 5,
+        name: str = "",
+    ) -> "Claim":
+        """Return the claim that adding a direction moves the metric of prompts.
+
+        Args:
+            model, says, test, seeds, name: see `Claim.circuit`.
+            prompts: texts with answers, such as `Pairs(texts, answers=(" Yes", " No"))`, whose
+                metric the direction moves.
+            direction: the direction, which is added at all positions of all of its points.
+            yes, no: the two kinds of texts that the direction was found from, for directions with
+                shuffled labels.
+            others: texts whose predictions should not change.
+            moves: the promised change of the metric, in its unit; negative for a decrease.
+            strength: the factor of the direction. Default: 1.
+            cost: the largest mean KL divergence of the predictions on other texts, in nats.
+
+        Raises:
+            ValueError: if a promise is not a number or `moves` is 0, if the vectors are zero or not
+                finite, or for the reasons of `circuit` about pairs.
+
+        >>> from interp.directions import difference_of_means
+        >>> from models import load
+        >>> model, yes, no = load("pydoc-4l"), ["part KV8", "part QX3"], ["def f(", "return x"]
+        >>> v = difference_of_means(model, yes, no, "blocks.2.resid_post")
+        >>> prompts, others = Pairs(["import o", "def f("], answers="8"), ["class A:"]
+        >>> kinds = {"yes": yes, "no": no, "others": others}
+        >>> Claim.direction(model, prompts, v, "digits", moves=2.0, **kinds).content.title
+        'a direction at blocks.2.resid_post'
+        """
+        content = DirectionContent.of(
+            model,
+            direction,
+            texts={"yes": yes, "no": no, "others": others},
+            strength=strength,
+            moves=moves,
+            cost=cost,
+        )
+        return cls._made(model, prompts, content, says=says, test=test, seeds=seeds, name=name)
+
+    @classmethod
+    @explains_calls
+    def variable(
+        cls,
+        model: nn.Module,
+        pairs: Pairs,
+        says: str,
+        *,
+        point: str,
+        k: int,
+        pos: int = -1,
+        head: int | None = None,
+        accuracy: float = 0.8,
+        epochs: int = 3,
+        rate: float = 1e-2,
+        test: Pairs | None = None,
+        seeds: int = 2,
+        name: str = "",
+    ) -> "Claim":
+        """Return the claim that some columns of a value carry a variable of a causal model.
+
+        `verify` learns the columns on the pairs of the claim and scores them on fresh pairs, with
+        the four controls of `interp.alignment.align`.
+
+        Args:
+            model, says, test, name: see `Claim.circuit`.
+            pairs: the training pairs, with the answers of the causal model on the corrupted text
+                with the variable of the clean text; see `align`.
+            point: the name of the point, such as `blocks.2.resid_post`.
+            k: the number of columns.
+            pos: the position. Default: the last.
+            head: the head, if the point has heads.
+            accuracy: the promised share of right answers on fresh pairs.
+            epochs, rate: see `align`.
+            seeds: the number of seeds of the search. Default: 2.
+
+        Raises:
+            ValueError: if a number is out of range, or for the reasons of `circuit` about pairs.
+
+        >>> from models import load
+        >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+        >>> place = {"point": "blocks.2.resid_pre", "pos": 8}
+        >>> Claim.variable(model, pairs, "the last letter", k=4, **place).content.title
+        'a variable in 4 columns of blocks.2.resid_pre at position 8'
+        """
+        content = VariableContent(
+            point=point,
+            k=k,
+            pos=pos,
+            head=head,
+            epochs=epochs,
+            rate=rate,
+            accuracy=accuracy,
+        )
+        return cls._made(model, pairs, content, says=says, test=test, seeds=seeds, name=name)
+
+    @classmethod
     def _made(
         cls,
         model: nn.Module,
@@ -169,6 +346,7 @@ class Claim(plots.Shown):
         paraphrase: Pairs | None = None,
         on: Literal["another model"] | None = None,
         seeds: int | None = None,
+        dictionary: Dictionary | None = None,
         max_bytes: int = 2**30,
         progress: bool = True,
     ) -> Verdict:
@@ -189,6 +367,7 @@ class Claim(plots.Shown):
                 the model of the claim; with another model, the verdict is then at best `cannot
                 tell`.
             seeds: the number of seeds of random alternatives. Default: the number of the claim.
+            dictionary: the dictionary of a claim about a feature.
             max_bytes: see `run_circuit`.
             progress: whether to show a bar after two seconds.
 
@@ -217,6 +396,7 @@ class Claim(plots.Shown):
             fresh=found_on if usable is None else usable,
             seeds=range(n_seeds),
             paraphrase=None if paraphrase is None else paraphrase.read_by(model),
+            dictionary=dictionary,
             max_bytes=max_bytes,
         )
         identity = Identity.of(model)
@@ -258,7 +438,7 @@ class Claim(plots.Shown):
             f"{self.model.name}, hash {self.model.weights[:12]}",
             "texts": f"{fresh} fresh pairs; {len(trial.seeds)} seeds of random alternatives",
         }
-        return {**facts, **trial.behaviour.about()}
+        return {**facts, **self.content.about(trial)}
 
     def as_json(self) -> dict[str, Any]:
         """Return the claim as JSON types, as `save` writes it."""

@@ -124,9 +124,9 @@ class StoredPairs:
     def as_json(self) -> dict[str, Any]:
         """Return the pairs as JSON types."""
         return {
-            "clean": _listed(self.clean),
-            "corrupted": None if self.corrupted is None else _listed(self.corrupted),
-            "answers": [_listed(answers) for answers in self.answers],
+            "clean": listed(self.clean),
+            "corrupted": None if self.corrupted is None else listed(self.corrupted),
+            "answers": [listed(answers) for answers in self.answers],
             "pos": [*self.pos],
             "per_token": self.per_token,
             "words": None if self.words is None else [*self.words],
@@ -145,16 +145,15 @@ class StoredPairs:
         """
         names = ("clean", "corrupted", "answers", "pos", "per_token", "words")
         facts = fields(value, path, *names)
-        clean = _read_rows(facts["clean"], f"{path}.clean")
+        clean = read_rows(facts["clean"], f"{path}.clean")
         n = len(clean)
         corrupted = None
         if facts["corrupted"] is not None:
-            corrupted = _read_rows(facts["corrupted"], f"{path}.corrupted")
+            corrupted = read_rows(facts["corrupted"], f"{path}.corrupted")
             if [*map(len, corrupted)] != [*map(len, clean)]:
                 raise ValueError(f"{path}.corrupted must have texts as long as {path}.clean")
         answers = tuple(
-            _read_rows(entry, place)
-            for place, entry in entries(facts["answers"], f"{path}.answers")
+            read_rows(entry, place) for place, entry in entries(facts["answers"], f"{path}.answers")
         )
         if {*map(len, answers)} not in ({1}, {2}):
             raise ValueError(f"{path}.answers must have one answer or two answers for each text")
@@ -228,12 +227,12 @@ def _rows(part: Text) -> Rows:
     return tuple(tuple(row) for row in part.listed())
 
 
-def _listed(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+def listed(rows: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return tokens as lists."""
     return [[*row] for row in rows]
 
 
-def _read_rows(value: Any, path: str) -> Rows:
+def read_rows(value: Any, path: str) -> Rows:
     """Return tokens from JSON types: lists of integers from 0, none of them empty."""
     rows = []
     for place, row in entries(value, path, least=1):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hooks.base import is_cancelled, without_gradients
 from interp.claims.verdict import Bounds, Test
+from interp.features.dictionary import Dictionary
 from interp.measuring import measure
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.protocol import logits_of
@@ -28,7 +29,8 @@ class Trial:
         found_on: the pairs on which the claim was found.
         fresh: the pairs on which it is tested.
         seeds: the seeds of random choices.
-        paraphrase: pairs with the same behaviour in other words. None if there are none.
+        paraphrase: pairs with the same behaviour in other words. None without such pairs.
+        dictionary: the dictionary of a feature; None for other claims.
         max_bytes: a bound on the memory of runs; see `run_circuit`.
     """
 
@@ -37,6 +39,7 @@ class Trial:
     fresh: Pairs
     seeds: Sequence[int]
     paraphrase: Pairs | None = None
+    dictionary: Dictionary | None = None
     max_bytes: int = 2**30
 
     @cached_property
@@ -67,6 +70,10 @@ class Content:
 
     def tests(self, trial: Trial) -> list[Test]:
         """Return the tests."""
+        raise NotImplementedError
+
+    def about(self, trial: Trial) -> Mapping[str, str]:
+        """Return facts about the measurement by name, such as the metric and its base."""
         raise NotImplementedError
 
     def as_json(self) -> dict[str, Any]:
@@ -199,3 +206,26 @@ def shuffled_weights(trial: Trial) -> Test:
 def highest(values: Sequence[Float[Tensor, " example"]]) -> Float[Tensor, " example"]:
     """Return the numbers with the highest mean, such as the best of several random circuits."""
     return max(values, key=lambda numbers: float(numbers.mean()))
+
+
+def signed(
+    trial: Trial,
+    name: str,
+    values: Float[Tensor, " example"],
+    promised: float,
+    is_difference: bool = False,
+) -> Test:
+    """Return the test that a change of the metric has the promised size and sign.
+
+    Args:
+        trial: the material of the verification.
+        name: the name of the test.
+        values: the changes, which become shares of the behaviour.
+        promised: the promised share. If it is negative, the share is at most this number.
+        is_difference: whether only the sign is promised.
+    """
+    sign = 1 if promised > 0 else -1
+    if is_difference:
+        return Test.of(name, trial.behaviour.share(sign * values), Bounds(above=0.0))
+    bounds = Bounds(least=promised) if sign > 0 else Bounds(most=promised)
+    return Test.of(name, trial.behaviour.share(values), bounds)

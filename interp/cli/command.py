@@ -1,6 +1,7 @@
 """The command line `hookscope`, or `python -m interp`.
 
-The commands are `report`, `points`, `lens`, `patch`, `features`, `trace`, `generate` and `harvest`.
+The commands are `report`, `points`, `lens`, `patch`, `features`, `trace`, `generate`, `harvest` and
+`verify`.
 """
 
 import argparse
@@ -22,6 +23,8 @@ from interp.shadowed import require_own
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit status: 0, 1 for an error, or 130 for Ctrl-C.
 
+    The command `verify` also returns 1 or 3 if the claim does not hold.
+
     Raises:
         SystemExit: with status 2 if the arguments are wrong.
     """
@@ -37,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         require_own("models")
         require_one_format(options)
-        import_module(f"interp.cli.{options.command}").run(options)
+        status = import_module(f"interp.cli.{options.command}").run(options)
         sys.stdout.flush()
     except BrokenPipeError:
         # The program that reads the output has ended, for example `head` in `hookscope ... | head`.
@@ -48,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    return 0
+    return status or 0
 
 
 def _parser() -> argparse.ArgumentParser:
