@@ -24,7 +24,7 @@ from models.mlp import MLP, GatedMLP
 from models.norm import LayerNorm, RMSNorm
 from models.processing import center, fold_norms
 from models.registry import build, config_of, list_configs, register
-from models.rotary_scaling import RotaryScaling
+from models.rotary_scaling import RotaryBase, RotaryScaling
 from models.running.context import Context
 from models.running.generation import Step, generate, generate_steps, generate_text
 from models.running.kvcache import KVCache
@@ -60,6 +60,7 @@ __all__ = [
     "KVCache",
     "LayerNorm",
     "RMSNorm",
+    "RotaryBase",
     "RotaryScaling",
     "Sampling",
     "Step",

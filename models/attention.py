@@ -57,7 +57,7 @@ class Attention(QueryKeyValueWeights, Component):
         normed = config.qk_norm != "none"
         self.q_norm = QKNorm(config.n_heads, config) if normed else Identity()
         self.k_norm = QKNorm(config.n_kv_heads, config) if normed else Identity()
-        self.rotary = rotary(config)
+        self.rotary = rotary(config, self.window)
         self.cap = SoftCap(config.attn_cap) if config.attn_cap else Identity()
         self.output = Linear(width, config.d_model, config.out_bias)
         self.pattern_dropout = nn.Dropout(config.dropout)
@@ -125,8 +125,9 @@ class Attention(QueryKeyValueWeights, Component):
         """
         # Under autocast, norms and rotary embeddings return float32, and values have half
         # precision.
-        q = self.q(self.rotary(self.q_norm(q), context.rotation).type_as(v)).transpose(1, 2)
-        k = self.k(self.rotary(self.k_norm(k), context.rotation).type_as(v)).transpose(1, 2)
+        rotation = context.rotation_of(self.window)
+        q = self.q(self.rotary(self.q_norm(q), rotation).type_as(v)).transpose(1, 2)
+        k = self.k(self.rotary(self.k_norm(k), rotation).type_as(v)).transpose(1, 2)
         k, v = context.extended(self.layer, k, self.v(v).transpose(1, 2))
         z = self.z(self.attend(q, k, v, context.masks[self.window]).transpose(1, 2))
         return self.output_dropout(self.output(z.flatten(2)))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from hooks.base import HintsAtNames
 from models.checks import check_types, names_fields, require
-from models.rotary_scaling import RotaryScaling
+from models.rotary_scaling import RotaryBase, RotaryScaling
 
 # The smallest allowed sizes. Where 0 is allowed, it has a special meaning, such as "no limit".
 LEAST = {
@@ -73,6 +73,8 @@ class TransformerConfig(HintsAtNames):
         logit_cap: the same for the logits.
         window: the number of positions that a query sees, its own included (Mistral); 0 means all.
         window_layers: the blocks that have the window; empty means all.
+        window_rotary: the rotary base and scaling of the blocks that have the window, where the
+            other blocks have none (Gemma 3); None means `rotary_theta` and `rotary_scaling`.
         parallel: whether attention and the MLP read the same stream and are added together
             (GPT-NeoX, Wang & Komatsuzaki 2021).
         mlp: `plain` (input, activation, output), `gated` (Shazeer 2020) or `none`: attention only.
@@ -132,6 +134,7 @@ class TransformerConfig(HintsAtNames):
     causal: bool = True
     window: int = 0
     window_layers: tuple[int, ...] = ()
+    window_rotary: RotaryBase | None = None
     parallel: bool = False
     mlp: Literal["plain", "gated", "none"] = "plain"
     activation: Literal["gelu", "gelu_tanh", "relu", "silu", "solu"] = "gelu_tanh"
@@ -189,6 +192,12 @@ class TransformerConfig(HintsAtNames):
         layers = self.window_layers or range(self.n_layers)
         return tuple(self.window if layer in layers else 0 for layer in range(self.n_layers))
 
+    def rotary_base(self, window: int) -> RotaryBase:
+        """Return the rotary base and scaling of the blocks with a window; 0 means no window."""
+        if window and self.window_rotary is not None:
+            return self.window_rotary
+        return RotaryBase(theta=self.rotary_theta, scaling=self.rotary_scaling)
+
     @property
     def d_rotary(self) -> int:
         """The number of a head's dimensions that are rotated."""
@@ -229,12 +238,16 @@ class TransformerConfig(HintsAtNames):
             even = 0 < self.d_rotary <= d_head and self.d_rotary % 2 == 0
             rule = f"a share that is an even number of a head's {d_head} dimensions"
             require(self, "rotary_fraction", even, rule=rule)
-            factors = self.rotary_scaling.factors if self.rotary_scaling else ()
-            if factors and len(factors) != self.d_rotary // 2:
-                raise ValueError(
-                    f"rotary_scaling.factors must be {self.d_rotary // 2} numbers, one for each "
-                    f"frequency; got {len(factors)}"
-                )
+            scalings = {"rotary_scaling": self.rotary_scaling}
+            if self.window_rotary is not None:
+                scalings["window_rotary.scaling"] = self.window_rotary.scaling
+            for name, scaling in scalings.items():
+                factors = scaling.factors if scaling else ()
+                if factors and len(factors) != self.d_rotary // 2:
+                    raise ValueError(
+                        f"{name}.factors must be {self.d_rotary // 2} numbers, one for each "
+                        f"frequency; got {len(factors)}"
+                    )
         if self.vocab_size_out != self.vocab_size:
             rule = f"False with another vocab_size_out ({self.vocab_size_out}) than vocab_size"
             require(self, "tied_unembed", not self.tied_unembed, rule=rule)
@@ -260,6 +273,9 @@ def _effects(config: Any) -> Iterator[tuple[str, object, str]]:
     yield "norm_eps", normed or qk_normed or config.mlp_norm, "there is a norm"
     yield "qk_norm_learned", qk_normed, "there is a qk_norm"
     yield "window_layers", config.window, "there is a window"
+    others = config.window and 0 < len(set(config.window_layers)) < config.n_layers
+    condition = "positions are rotary, and only some blocks have a window"
+    yield "window_rotary", rotary and others, condition
     yield "window", config.causal, "attention is causal"
     yield "dropout_place", config.dropout, "there is dropout"
     yield "mlp_norm", config.mlp == "plain", "the MLP is plain"

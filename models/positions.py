@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hooks.base import FakeTensor, traced_as_constant
 from models.config import TransformerConfig
-from models.rotary_scaling import RotaryScaling
+from models.rotary_scaling import RotaryBase, RotaryScaling
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, Float[batch pos 1 d_rotary].
@@ -82,14 +82,20 @@ class Rotary:
 
     Pairs of dimensions rotate by angles that grow with the position. Dimension i is paired with i +
     d_rotary/2, or 2i with 2i + 1. Dimensions from d_rotary on do not change.
+
+    Args:
+        config: the config of the model.
+        window: the window of the blocks; 0 for blocks without a window. The base and the scaling
+            of blocks with a window may differ.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, window: int = 0) -> None:
         self.d_rotary = config.d_rotary
         self.adjacent = config.rotary_pairs == "adjacent"
-        scaling = config.rotary_scaling
-        frequencies = _frequencies(self.d_rotary, config.rotary_theta)
-        self.frequencies = Frequencies(_stretched(frequencies, config))
+        base = config.rotary_base(window)
+        scaling = base.scaling
+        frequencies = _frequencies(self.d_rotary, base.theta)
+        self.frequencies = Frequencies(_stretched(frequencies, base))
         self.length = 1.0
         if scaling and scaling.kind == "yarn":
             self.length = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1
@@ -134,9 +140,9 @@ class NoRotation:
         return x
 
 
-def rotary(config: TransformerConfig) -> Rotary | NoRotation:
-    """Return the rotary embeddings for a config."""
-    return Rotary(config) if config.positions == "rotary" else NoRotation()
+def rotary(config: TransformerConfig, window: int = 0) -> Rotary | NoRotation:
+    """Return the rotary embeddings of the blocks with a window; 0 means no window."""
+    return Rotary(config, window) if config.positions == "rotary" else NoRotation()
 
 
 def _frequencies(size: int, theta: float) -> Float[Tensor, " half"]:
@@ -146,9 +152,9 @@ def _frequencies(size: int, theta: float) -> Float[Tensor, " half"]:
     return 1.0 / theta ** (torch.arange(0, size, 2, device="cpu").float() / size)
 
 
-def _stretched(frequencies: Tensor, config: TransformerConfig) -> Float[Tensor, " half"]:
+def _stretched(frequencies: Tensor, base: RotaryBase) -> Float[Tensor, " half"]:
     """Return frequencies in radians per position, scaled by `RotaryScaling`."""
-    scaling = config.rotary_scaling
+    scaling = base.scaling
     if scaling is None:
         return frequencies
     if scaling.kind == "factors":
@@ -160,7 +166,7 @@ def _stretched(frequencies: Tensor, config: TransformerConfig) -> Float[Tensor, 
         low, high = scaling.turns
         undivided = ((turns - low) / (high - low)).clamp(0, 1)
     else:
-        undivided = _undivided_by_yarn(len(frequencies), config.rotary_theta, scaling)
+        undivided = _undivided_by_yarn(len(frequencies), base.theta, scaling)
     return undivided * frequencies + (1 - undivided) * frequencies / scaling.factor
 
 

@@ -1,4 +1,4 @@
-"""The scaling of rotary frequencies for contexts longer than the context of the training."""
+"""The base of rotary frequencies, and their scaling for contexts longer than in the training."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -63,3 +63,33 @@ class RotaryScaling:
     def _require(self, name: str, holds: object, rule: str) -> None:
         """Check that the rule of a field holds."""
         require(self, name, holds, rule=rule, prefix="rotary_scaling.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryBase:
+    """The base of rotary wavelengths and their scaling, for one kind of block.
+
+    Attributes:
+        theta: base of the wavelengths.
+        scaling: the scaling of frequencies; None for no scaling.
+
+    Raises:
+        ValueError: naming the field, its value and the rule it breaks.
+
+    >>> RotaryBase(theta=10_000.0)
+    RotaryBase(theta=10000.0, scaling=None)
+    """
+
+    theta: float
+    scaling: RotaryScaling | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self, "rotary_base.")
+        require(
+            self, "theta", self.theta > self.least, f"above {self.least}", prefix="rotary_base."
+        )
+
+    @property
+    def least(self) -> int:
+        """The number that the base must exceed. YaRN divides by the logarithm of the base."""
+        return 1 if self.scaling is not None and self.scaling.kind == "yarn" else 0

@@ -28,7 +28,7 @@ from models.dot_product import SoftCap
 from models.initialisation import initialise
 from models.linear import Linear, dropout
 from models.norm import norm
-from models.positions import added_positions, rotary
+from models.positions import NoRotation, added_positions, rotary
 from models.running.context import Context, make_context
 from models.running.kvcache import KVCache
 from models.text.texts import ReadsText, read
@@ -112,6 +112,8 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
             HookPoint("batch pos d_model", "additive position encodings") if added else Identity()
         )
         self.rotary = rotary(config)
+        has_own_base = config.window_rotary is not None
+        self.window_rotary = rotary(config, config.window) if has_own_base else NoRotation()
         self.ln_embed = norm(config, config.embed_norm, "the embeddings' norm: the stream's start")
         self.embed_dropout = dropout(config)
         self.blocks = nn.ModuleList(block_of(config, layer) for layer in range(config.n_layers))
@@ -225,6 +227,7 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
             windows=set(config.windows),
             n_heads=config.n_heads,
             rotate=partial(self.rotary.rotation, dtype=weight.dtype),
+            rotate_windows=partial(self.window_rotary.rotation, dtype=weight.dtype),
             is_causal=config.causal,
             may_read=may_read,
             attention_mask=attention_mask,

@@ -21,13 +21,19 @@ ROTARY = dict(positions="rotary")
 LLAMA = ROTARY | dict(norm="rmsnorm", n_kv_heads=KV_HEADS, mlp="gated", activation="silu")
 LLAMA |= dict(qkv_bias=False, out_bias=False, mlp_bias=False, tied_unembed=False)
 
+
+def _read(fields):
+    """Return a JSON object with tuples for lists, and with a `RotaryBase` as `window_rotary`."""
+    from models import RotaryBase
+
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    if "window_rotary" in fields:
+        fields["window_rotary"] = RotaryBase(**fields["window_rotary"])
+    return fields
+
+
 # `FORMS` are configs of all block forms. `SWITCHES` are single options that change the computation.
-_VARIANTS = json.loads(
-    Path(__file__).with_name("variants.json").read_text(),
-    object_hook=lambda fields: {
-        k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
-    },
-)
+_VARIANTS = json.loads(Path(__file__).with_name("variants.json").read_text(), object_hook=_read)
 FORMS, SWITCHES = _VARIANTS["forms"], _VARIANTS["switches"]
 VARIANTS = FORMS | SWITCHES
 
@@ -239,7 +245,9 @@ class Reference:
         q, k, v = (part.reshape(batch, pos, -1, d_head) for part in (q, k, v))
         if config.positions == "rotary":
             d_rotary = round(d_head * config.rotary_fraction)
-            turn = (config.rotary_theta, d_rotary, config.rotary_pairs)
+            has_base = config.window_rotary and layer in config.window_layers
+            theta = config.window_rotary.theta if has_base else config.rotary_theta
+            turn = (theta, d_rotary, config.rotary_pairs)
             q, k = (rotated(p, self.positions, *turn) for p in (q, k))
         for name, value in (("q", q), ("k", k), ("v", v)):
             self.keep(f"{at}.{name}", value)

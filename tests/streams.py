@@ -94,7 +94,7 @@ def slow_run(model, tokens, mask=None, source=None, real=None, nodes=None):
     for n, block in enumerate(model.blocks):
         attn = block.attn
         seen, positions = seen_keys(config, n, real)
-        rotation = model.rotary.rotation(positions, dtype=torch.float64)
+        rotation = attn.rotary.rotation(positions, dtype=torch.float64)
         found = {"q": [], "k": [], "v": []}
         for row, (kind, head) in enumerate(
             [("q", h) for h in range(heads)] + [(k, h) for k in "kv" for h in range(kv)]

@@ -185,7 +185,7 @@ PUBLIC = {
         NeverFiredError Options Plan Planned Point Receipt Receipts SelectionError Selector UnknownNameError index_by_axis
         start_of_piece token_mask position_offset""",
     "models": """Attached Attention Batches Block CharTokenizer ChatTemplate Context Evaluation GatedMLP KVCache LayerNorm MLP
-        RMSNorm RotaryScaling Sampling Step Tokenizer TrainingConfig TrainingResult
+        RMSNorm RotaryBase RotaryScaling Sampling Step Tokenizer TrainingConfig TrainingResult
         Transformer TransformerConfig VerificationError attach list_configs build list_models causal_mask
         center chat config_of detach evaluate fold_norms from_hf from_transformer_lens generate generate_text load load_tokenizer
         next_token_loss register row_generator sample_batch save scaled_dot_product_attention train_test_split

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from hooks.base import Count, progress_bar, require_device, shown, without_gradients
 from models.config import TransformerConfig
+from models.rotary_scaling import RotaryBase
 from models.transformer import Transformer
 from models.weights import differ
 
@@ -220,6 +221,23 @@ def end_tokens(listed: Any, vocab_size: int) -> tuple[Any, ...]:
     tokens = listed if isinstance(listed, list) else [listed]
     known = (token for token in tokens if type(token) is not int or 0 <= token < vocab_size)
     return tuple(token for token in dict.fromkeys(known) if token is not None)
+
+
+def rotary_of_windows(fields: Mapping[str, Any], base: RotaryBase) -> dict[str, Any]:
+    """Return the rotary fields of our config that the base of layers with a window changes.
+
+    Args:
+        fields: the other fields: `rotary_theta` and `rotary_scaling` are for layers without a
+            window.
+        base: the rotary base and scaling of layers with a window.
+    """
+    if not fields.get("window"):
+        return {}
+    if not fields.get("window_layers"):
+        # All layers have the window.
+        return {"rotary_theta": base.theta, "rotary_scaling": base.scaling}
+    of_others = RotaryBase(theta=fields["rotary_theta"], scaling=fields["rotary_scaling"])
+    return {} if base == of_others else {"window_rotary": base}
 
 
 def without_values(config: TransformerConfig) -> Transformer:

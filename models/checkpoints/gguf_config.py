@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from hooks.base import require_choice
-from models.checkpoints.assemble import end_tokens
+from models.checkpoints.assemble import end_tokens, rotary_of_windows
 from models.checkpoints.gguf_file import GGUFFile
 from models.config import TransformerConfig
-from models.rotary_scaling import RotaryScaling
+from models.rotary_scaling import RotaryBase, RotaryScaling
 
 Fields = Mapping[str, Any]
 
@@ -118,7 +118,8 @@ def gguf_config(file: GGUFFile, name: str) -> tuple[TransformerConfig, dict[str,
     fields |= _windows(keys, architecture, window=fields.get("window"), n_layers=n_layers)
     if fields.get("positions") == "rotary":
         fields |= _rotary(keys, file, architecture=architecture, sizes=sizes)
-        _check_one_rotation(name, keys, fields)
+        window_base = _window_base(keys, architecture, fields)
+        fields |= rotary_of_windows(fields, window_base)
     rms = "rms_" if fields.get("norm") == "rmsnorm" else ""
     fields["norm_eps"] = keys.pop(f"attention.layer_norm_{rms}epsilon")
     factors = _factors(keys, architecture)
@@ -220,28 +221,21 @@ def _windows(
     return {"window_layers": () if all(pattern) else layers}
 
 
-def _check_one_rotation(name: str, keys: dict[str, Any], fields: Mapping[str, Any]) -> None:
-    """Check that layers with and without a window have the same rotary embeddings.
+def _window_base(
+    keys: dict[str, Any], architecture: Architecture, fields: Mapping[str, Any]
+) -> RotaryBase:
+    """Return the rotary base and scaling of layers with a window, and remove the key of the base.
 
-    Our config can express only one kind.
-
-    Raises:
-        ValueError: naming the key and both values.
+    Args:
+        keys: the keys of the file.
+        architecture: the architecture.
+        fields: the fields of our config for layers without a window.
     """
-    architecture = ARCHITECTURES[name]
     theta = fields["rotary_theta"]
-    stated = keys.pop("rope.freq_base_swa", architecture.window_theta or theta)
-    if not fields.get("window"):
-        return
-    if stated != theta:
-        raise ValueError(
-            f"{name}.rope.freq_base_swa must be {theta}, as in the other layers; got {stated}"
-        )
-    if fields["rotary_scaling"] and not architecture.windows_scaled:
-        got = f"{fields['rotary_scaling'].kind}, and layers with a window, which are not scaled"
-        raise ValueError(
-            f"{name}.rope.scaling.type must be 'none' in a model with windows; got {got}"
-        )
+    return RotaryBase(
+        theta=keys.pop("rope.freq_base_swa", architecture.window_theta or theta),
+        scaling=fields["rotary_scaling"] if architecture.windows_scaled else None,
+    )
 
 
 def _refuse_unknown(name: str, keys: dict[str, Any], only: Mapping[str, Any]) -> None:

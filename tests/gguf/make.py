@@ -21,8 +21,9 @@ from tests.gguf.shaken import shaken
 HERE = Path(__file__).parent
 VOCAB, N_CTX = 53, 64
 TOKENS = torch.randint(VOCAB, (1, 19), generator=torch.Generator().manual_seed(1))
-# The type and the config of each model. The models from gemma3 on are not supported. In Gemma 3,
-# five of six layers have a window, and the file does not say which, so the model has seven layers.
+# The type and the config of each model. `REFUSED` of the test lists models that are not supported.
+# In Gemma 3, five of six layers have a window, and the file does not say which, so the model has
+# seven layers.
 MODELS = json.loads((HERE / "models.json").read_text())
 
 # Fields in the config.json of published models that the converter reads.

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from models import RotaryScaling, Transformer, TransformerConfig, config_of
+from models import RotaryBase, RotaryScaling, Transformer, TransformerConfig, config_of
 from tests.reference import SIZES, randomised, some_tokens
 
 FIELDS = {field.name: field for field in dataclasses.fields(TransformerConfig)}
@@ -60,6 +60,11 @@ EFFECTS = {
     "logit_cap": (1.3, {}, "logits"),
     "window": (3, {}, "logits"),
     "window_layers": ((1,), dict(window=3), "logits"),
+    "window_rotary": (
+        RotaryBase(theta=3.0),
+        dict(positions="rotary", window=3, window_layers=(1,)),
+        "logits",
+    ),
     "parallel": (True, {}, "logits"),
     "mlp": ("gated", {}, "parameters"),
     "activation": ("relu", {}, "logits"),
@@ -182,12 +187,50 @@ def test_every_field_has_an_effect(name):
             dict(rotary_scaling=RotaryScaling(kind="factors", factors=(1.0, 2.0, 3.0)), **ROTARY),
             "4 numbers, one for each frequency; got 3",
         ),
+        (
+            dict(window_rotary=RotaryBase(theta=5.0), positions="rotary", window=2),
+            f"only some blocks have a window; got {RotaryBase(theta=5.0)}",
+        ),
+        (
+            dict(window_rotary=RotaryBase(theta=5.0), window=2, window_layers=(1,)),
+            f"only some blocks have a window; got {RotaryBase(theta=5.0)}",
+        ),
+        (
+            dict(
+                window_rotary=RotaryBase(
+                    theta=5.0, scaling=RotaryScaling(kind="factors", factors=(1.0, 2.0))
+                ),
+                window=2,
+                window_layers=(1,),
+                **ROTARY,
+            ),
+            "4 numbers, one for each frequency; got 2",
+        ),
     ],
 )
 def test_errors_name_field_and_value(change, value):
     with pytest.raises(ValueError, match=f"^.*{next(iter(change))}") as error:
         config(**change)
     assert str(error.value).endswith(value)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("values", "ending"),
+    [
+        (dict(theta=0.0), "above 0; got 0.0"),
+        (dict(theta="5"), "got '5'"),
+        (
+            dict(theta=1.0, scaling=RotaryScaling(kind="yarn", original_n_ctx=3)),
+            "above 1; got 1.0",
+        ),
+        (dict(scaling="linear", theta=5.0), "got 'linear'"),
+    ],
+)
+def test_errors_of_a_rotary_base(values, ending):
+    with pytest.raises(ValueError, match=rf"^rotary_base\.{next(iter(values))} ") as error:
+        RotaryBase(**values)
+    assert str(error.value).endswith(ending)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -46,7 +46,7 @@ def moves(name, layers, cache, *places):
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(
-    "name", ["pre", "like llama", "like gemma 2", "window of one layer", "sinusoidal"]
+    "name", ["pre", "like llama", "like gemma 3", "window of one layer", "sinusoidal"]
 )
 @pytest.mark.parametrize("cache", [None, KVCache])
 def test_stream_and_context_move_once_per_change_of_device(name, cache):

@@ -6,13 +6,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.checkpoints.assemble import concatenated
-from models.checkpoints.huggingface.family import FACTS, Attributes, Family, rotary
+from models.checkpoints.assemble import concatenated, rotary_of_windows
+from models.checkpoints.huggingface.family import (
+    FACTS,
+    FULL,
+    KINDS,
+    SLIDING,
+    Attributes,
+    Family,
+    rotary,
+    rotary_by_kind,
+)
 from models.config import TransformerConfig
 
 Fields = Mapping[str, Any]
-
-FULL, SLIDING = KINDS = ("full_attention", "sliding_attention")
 
 
 def windows(
@@ -111,9 +118,66 @@ def _opt(attributes: Attributes, fields: Fields) -> dict[str, Any]:
 def _llama(attributes: Attributes, fields: Fields) -> dict[str, Any]:
     """Return the rotary fields of a family that rotates whole heads."""
     positions = rotary(attributes, attributes.need("max_position_embeddings"))
-    if (fraction := positions["rotary_fraction"]) != 1:
-        raise attributes.error("partial_rotary_factor", fraction, "1.0")
+    attributes.require_whole(positions["rotary_fraction"])
     return positions
+
+
+def _two_bases(
+    attributes: Attributes,
+    fields: Fields,
+    period: int,
+    thetas: tuple[float, float],
+    spelled: tuple[str, str],
+) -> dict[str, Any]:
+    """Return windows, and the rotary fields of layers without and with a window.
+
+    Args:
+        attributes: the attributes of the config.
+        fields: the fields of our config so far.
+        period: if the config does not list the types of layers, every `period`-th layer has no
+            window.
+        thetas, spelled: see `rotary_by_kind`.
+    """
+    n_layers = fields["n_layers"]
+    usual = [SLIDING if (layer + 1) % period else FULL for layer in range(n_layers)]
+    made = windows(
+        attributes,
+        attributes.take("sliding_window", 4096),
+        types=attributes.take("layer_types", None) or usual,
+        n_layers=n_layers,
+    )
+    n_ctx = attributes.need("max_position_embeddings")
+    positions, of_windows = rotary_by_kind(attributes, n_ctx, thetas=thetas, spelled=spelled)
+    made |= positions
+    return made | rotary_of_windows(made, of_windows)
+
+
+def _olmo3(attributes: Attributes, fields: Fields) -> dict[str, Any]:
+    """Return the windows and the rotary fields of OLMo 3: layers with a window are not scaled."""
+    spelled = ("rope_theta", "rope_theta")
+    return _two_bases(attributes, fields, period=4, thetas=(5e5, 5e5), spelled=spelled)
+
+
+def _gemma3(attributes: Attributes, fields: Fields) -> dict[str, Any]:
+    """Return the windows, the rotary fields and the scales of Gemma 3.
+
+    Layers with a window have their own rotary base, and only the other layers are scaled.
+    """
+    # transformers writes the second name, but reads only the first.
+    period = attributes.take("sliding_window_pattern", 6)
+    attributes.idle("_sliding_window_pattern")
+    spelled = ("rope_theta", "rope_local_base_freq")
+    return _scales(attributes, fields) | _two_bases(
+        attributes, fields, period=period, thetas=(1e6, 1e4), spelled=spelled
+    )
+
+
+def _scales(attributes: Attributes, fields: Fields) -> dict[str, Any]:
+    """Return the scales of embeddings and attention scores of Gemma."""
+    return {
+        "embed_scale": fields["d_model"] ** 0.5,
+        "attn_scale": attributes.take("query_pre_attn_scalar", 256) ** -0.5,
+    }
 
 
 def _mistral(attributes: Attributes, fields: Fields) -> dict[str, Any]:
@@ -146,14 +210,10 @@ def _gemma2(attributes: Attributes, fields: Fields) -> dict[str, Any]:
     window = attributes.take("sliding_window", 4096)
     attributes.only("sliding_window_size", window)
     types = attributes.take("layer_types", None) or ([SLIDING, FULL] * n_layers)[:n_layers]
-    scales = {
-        "embed_scale": fields["d_model"] ** 0.5,
-        "attn_scale": attributes.take("query_pre_attn_scalar", 256) ** -0.5,
-    }
     return (
         _llama(attributes, fields)
         | windows(attributes, window, types=types, n_layers=n_layers)
-        | scales
+        | _scales(attributes, fields)
     )
 
 
@@ -195,6 +255,8 @@ _MORE = {
     "qwen2": _qwen,
     "qwen3": _qwen,
     "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "olmo3": _olmo3,
 }
 FAMILIES: Mapping[str, Family] = {
     name: Family(facts, _MORE.get(name, _llama), _CONVERTERS) for name, facts in FACTS.items()

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from models.checkpoints.assemble import Source, expanded
 from models.config import TransformerConfig
-from models.rotary_scaling import RotaryScaling
+from models.rotary_scaling import RotaryBase, RotaryScaling
 
 _DATA = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
 ACTIVATIONS: Mapping[str, str] = _DATA["activations"]
@@ -20,7 +21,25 @@ ACTIVATIONS: Mapping[str, str] = _DATA["activations"]
 IDLE = frozenset(" ".join(_DATA["idle"].values()).split())
 # Attributes of any family, with the values that can be expressed.
 FIXED: Mapping[str, Any] = _DATA["only"]
-FACTS: Mapping[str, Mapping[str, Any]] = _DATA["families"]
+_FAMILIES: Mapping[str, Mapping[str, Any]] = _DATA["families"]
+# The tables of a family that add to the tables of the family that it is like.
+_TABLES = ("fields", "values", "rows", "only")
+# The names that Hugging Face gives to layers without and with a window.
+FULL, SLIDING = KINDS = ("full_attention", "sliding_attention")
+
+
+def _completed(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the entry of a family, completed by the entry of the family that it is like."""
+    if "like" not in facts:
+        return facts
+    base = _completed(_FAMILIES[facts["like"]])
+    tables = {name: {**base.get(name, {}), **facts.get(name, {})} for name in _TABLES}
+    return {**base, **facts, **tables}
+
+
+FACTS: Mapping[str, Mapping[str, Any]] = {
+    name: _completed(facts) for name, facts in _FAMILIES.items()
+}
 
 
 @dataclass(frozen=True)
@@ -30,6 +49,7 @@ class Family:
     Attributes:
         facts: the entry of the family in families.json:
 
+            - `like`: the family whose entry completes this entry, if any;
             - `fields`: fields of our config, each with the attribute of config.json and, if the
               attribute may be absent, the default;
             - `values`: fields of our config with fixed values;
@@ -188,6 +208,15 @@ class Attributes:
         """
         return ValueError(f"{name} must be {rule}; got {value!r}")
 
+    def require_whole(self, fraction: float) -> None:
+        """Require that all dimensions of a head are rotated.
+
+        Raises:
+            ValueError: if the share of rotated dimensions is not 1.
+        """
+        if fraction != 1:
+            raise self.error("partial_rotary_factor", fraction, "1.0")
+
     def finish(self, remedy: str = "to load the model without them: ignore=") -> None:
         """Check the attributes that all families share, and that all other attributes were used.
 
@@ -223,7 +252,7 @@ def rotary(
     """Return our rotary fields, and `n_ctx`, because scaling may make the context longer.
 
     The config contains the rotary fields in `rope_parameters`, or in `rope_scaling` and single
-    attributes.
+    attributes. `rotary_by_kind` reads configs with fields for each kind of layer.
 
     Args:
         attributes: the attributes.
@@ -244,6 +273,62 @@ def rotary(
     for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
         for key in {name, (spelled or {}).get(name, name)}:
             _require_equal(attributes, stated, name=name, value=attributes.take(key, None))
+    return _rotary_fields(attributes, stated, n_ctx=n_ctx, fraction=fraction)
+
+
+def rotary_by_kind(
+    attributes: Attributes, n_ctx: int, thetas: tuple[float, float], spelled: tuple[str, str]
+) -> tuple[dict[str, Any], RotaryBase]:
+    """Return our rotary fields for layers without a window, and the base of layers with a window.
+
+    The config contains the rotary fields in `rope_parameters`, by the kind of layer. In older
+    files, `rope_scaling` is for layers without a window only.
+
+    Args:
+        attributes: the attributes.
+        n_ctx: `max_position_embeddings`.
+        thetas: the rotary bases of layers without and with a window, if the file does not give
+            them.
+        spelled: the names of the attributes with these bases in older files.
+
+    Raises:
+        ValueError: if the form is not supported, or if two attributes disagree.
+    """
+    by_kind = dict(attributes.take("rope_parameters", None) or {})
+    scaling = attributes.take("rope_scaling", None)
+    parts: list[dict[str, Any]] = []
+    for kind, theta, name in zip(KINDS, thetas, spelled, strict=True):
+        stated: dict[str, Any] = {}
+        entries = [by_kind.pop(kind, None), scaling if kind == FULL else None]
+        entries.append({"rope_theta": attributes.take(name, None)})
+        for key, value in chain.from_iterable(dict(entry or {}).items() for entry in entries):
+            _require_equal(
+                attributes, stated, name="rope_type" if key == "type" else key, value=value
+            )
+        stated.setdefault("rope_theta", theta)
+        part = _rotary_fields(attributes, stated, n_ctx=n_ctx)
+        attributes.require_whole(part["rotary_fraction"])
+        parts.append(part)
+    if by_kind:
+        raise attributes.error("rope_parameters", by_kind, f"by {' and '.join(KINDS)}")
+    of_windows = RotaryBase(theta=parts[1]["rotary_theta"], scaling=parts[1]["rotary_scaling"])
+    return parts[0], of_windows
+
+
+def _rotary_fields(
+    attributes: Attributes, stated: dict[str, Any], n_ctx: int, fraction: float = 1.0
+) -> dict[str, Any]:
+    """Return our rotary fields, and `n_ctx`.
+
+    Args:
+        attributes: the attributes of the config.
+        stated: the rotary fields of the config.
+        n_ctx: the number of positions in the config.
+        fraction: the share of a head that is rotated, if the file does not give it.
+
+    Raises:
+        ValueError: if the form is not supported.
+    """
     theta = stated.pop("rope_theta", 10_000.0)
     fraction = stated.pop("partial_rotary_factor", fraction)
     scaling = _scaling(attributes, stated, n_ctx)

@@ -14,6 +14,7 @@ import interp
 from hooks import CacheError, HookedRunner
 from interp import cross_entropy, edits, kl_divergence, log_prob, logit_diff, run_with_cache, sweep
 from models import (
+    RotaryBase,
     TrainingConfig,
     Transformer,
     TransformerConfig,
@@ -104,11 +105,13 @@ def test_tokens_outside_the_vocabulary_are_refused_before_they_move(device, toke
 
 
 def test_a_context_that_moves_to_the_cpu_is_complete(device, tokens):
-    contexts = [made(x, **ROTARY).context(tokens, attention_mask=PADDED) for x in (DEVICE, "cpu")]
+    changes = ROTARY | dict(window=3, window_layers=(1,), window_rotary=RotaryBase(theta=7.0))
+    contexts = [made(x, **changes).context(tokens, attention_mask=PADDED) for x in (DEVICE, "cpu")]
     moved, expected = (context.to(torch.device("cpu")) for context in contexts)
     assert torch.equal(moved.positions, expected.positions)
     assert torch.equal(moved.masks[0], expected.masks[0])
     torch.testing.assert_close(moved.rotation, expected.rotation)
+    torch.testing.assert_close(moved.window_rotation, expected.window_rotation)
 
 
 @pytest.mark.parametrize("options", [{}, dict(temperature=1.5, top_k=19, top_p=0.99, min_p=0.01)])

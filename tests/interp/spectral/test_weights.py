@@ -42,6 +42,7 @@ KINDS = [
     *("pre", "output", "sandwich", "parallel", "attention only sandwich", "grouped", "rmsnorm"),
     *("no norm", "layernorm eps", "unlearned", "no final norm", "attn_scale", "rotary partly"),
     *("qk_norm head", "qk_norm all", "qk_norm unlearned", "like llama", "like gemma 2"),
+    "like gemma 3",
     *("like olmo 2", "d_head follows"),
 ]
 YARN = RotaryScaling(kind="yarn", factor=4.0, original_n_ctx=16, attention_factor=1.5)

@@ -28,6 +28,7 @@ GPT2, BIGCODE = dict(GPT, layer_norm_epsilon=3e-3), dict(GPT, layer_norm_epsilon
 GEMMA2 = dict(LLAMA, query_pre_attn_scalar=7, sliding_window=5, attn_logit_softcapping=2.0)
 # A larger eps, because a norm after a sublayer would magnify the rounding of small outputs.
 GEMMA2 |= dict(final_logit_softcapping=3.0, rms_norm_eps=1e-2)
+GEMMA3 = dict(LLAMA, query_pre_attn_scalar=7, sliding_window=5, rms_norm_eps=1e-2)
 OLMO2 = dict(LLAMA, rms_norm_eps=3e-2)
 NEO = dict(vocab_size=VOCAB, max_position_embeddings=N_CTX, num_layers=LAYERS, num_heads=HEADS)
 NEO |= dict(hidden_size=66, intermediate_size=D_MLP, layer_norm_epsilon=3e-3, window_size=5)
@@ -35,7 +36,7 @@ NEO |= dict(attention_types=[[["local", "global"], 1], [["local"], 1]])
 OPT = dict(vocab_size=VOCAB, max_position_embeddings=N_CTX, num_hidden_layers=LAYERS)
 OPT |= dict(num_attention_heads=HEADS, hidden_size=66, ffn_dim=D_MLP)
 SIZES = dict(gpt2=GPT2, gpt_bigcode=BIGCODE, gpt_neox=NEOX, olmo2=OLMO2, gemma2=GEMMA2)
-SIZES |= dict(gpt_neo=NEO, opt=OPT)
+SIZES |= dict(gpt_neo=NEO, opt=OPT, gemma3_text=GEMMA3, olmo3=dict(OLMO2, sliding_window=5))
 
 
 ROWS = json.loads(Path(__file__).with_name("parity.json").read_text())

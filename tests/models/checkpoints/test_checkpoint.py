@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from models import (
     CharTokenizer,
+    RotaryBase,
     RotaryScaling,
     Transformer,
     TransformerConfig,
@@ -53,6 +54,8 @@ KINDS = [
     | dict(eos_token_ids=(3, 22)),
     dict(norm="rmsnorm", mlp="gated", window=3, window_layers=(1,), norm_place="sandwich")
     | dict(positions="rotary", rotary_scaling=RotaryScaling(kind="linear", factor=2.0)),
+    dict(window=3, window_layers=(1,), positions="rotary")
+    | dict(window_rotary=RotaryBase(theta=7.0, scaling=RotaryScaling(kind="linear", factor=2.0))),
     dict(norm="none", mlp="none", positions="rotary", qk_norm="all")
     | dict(rotary_scaling=RotaryScaling(kind="factors", factors=(1.0, 2.0, 3.0))),
 ]

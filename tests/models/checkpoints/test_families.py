@@ -12,7 +12,7 @@ from models.checkpoints import from_hf, load
 from models.checkpoints.huggingface import translated
 from models.checkpoints.huggingface.families import FAMILIES
 from models.config import TransformerConfig
-from models.rotary_scaling import RotaryScaling
+from models.rotary_scaling import RotaryBase, RotaryScaling
 
 # The content of config.json of published models.
 (
@@ -27,9 +27,14 @@ from models.rotary_scaling import RotaryScaling
     QWEN_3,
     OLMO_2_1B,
     GEMMA_2_2B,
+    GEMMA_3_1B,
+    GEMMA_3_12B,
 ) = json.loads(Path(__file__).with_name("published.json").read_text()).values()
 RMS = dict(norm="rmsnorm", mlp="gated", positions="rotary", mlp_bias=False)
 UNBIASED = RMS | dict(activation="silu", qkv_bias=False, out_bias=False)
+GEMMA3 = RMS | dict(qkv_bias=False, out_bias=False, activation="gelu_tanh", norm_eps=1e-6)
+GEMMA3 |= dict(norm_place="sandwich", qk_norm="head", attn_scale=1 / 16, d_head=256)
+GEMMA3 |= dict(rotary_theta=1e6, window_rotary=RotaryBase(theta=1e4))
 LLAMA3 = RotaryScaling(kind="llama3", factor=32.0, original_n_ctx=8192, low=1.0, high=4.0)
 
 
@@ -90,12 +95,26 @@ PUBLISHED = [
         | dict(embed_scale=48.0, attn_scale=1 / 16, attn_cap=50.0, logit_cap=30.0)
         | dict(window=4096, window_layers=tuple(range(0, 26, 2))),
     ),
+    (
+        GEMMA_3_1B,
+        sizes(262144, 32768, 26, 4, 1152, n_kv_heads=1, d_mlp=6912, embed_scale=1152**0.5)
+        | GEMMA3
+        | dict(window=512, window_layers=tuple(set(range(26)) - {5, 11, 17, 23})),
+    ),
+    (
+        GEMMA_3_12B,
+        sizes(262208, 131072, 48, 16, 3840, n_kv_heads=8, d_mlp=15360, embed_scale=3840**0.5)
+        | GEMMA3
+        | dict(window=1024, window_layers=tuple(set(range(48)) - set(range(5, 48, 6))))
+        | dict(rotary_scaling=RotaryScaling(kind="linear", factor=8.0)),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("described", "expected"), PUBLISHED)
 def test_published_configs(described, expected):
-    ends = (described["eos_token_id"],)
+    ends = described["eos_token_id"]
+    ends = tuple(ends) if isinstance(ends, list) else (ends,)
     assert config_of(described) == TransformerConfig(**expected, eos_token_ids=ends)
 
 
@@ -140,6 +159,34 @@ def test_rotary_scalings():
     assert scaling(type="yarn", factor=2.0, attention_factor=1.5).attention_factor == 1.5
     long = scaling(type="yarn", factor=2.718281828, mscale=2.0, mscale_all_dim=5.0)
     assert long.attention_factor == pytest.approx(1.2 / 1.5)
+
+
+def test_rotary_bases_of_layers_with_windows():
+    scaling = RotaryScaling(kind="linear", factor=8.0)
+    new = {k: v for k, v in GEMMA_3_12B.items() if not k.startswith("rope")}
+    by_kind = {
+        "full_attention": dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+        "sliding_attention": dict(rope_type="default", rope_theta=1e4),
+    }
+    assert config_of(new, rope_parameters=by_kind) == config_of(GEMMA_3_12B)
+    # Without these fields, the bases are a million and ten thousand.
+    assert config_of(new, rope_scaling=GEMMA_3_12B["rope_scaling"]) == config_of(GEMMA_3_12B)
+    by_kind["sliding_attention"] = dict(rope_type="linear", factor=2, rope_theta=9)
+    scaled = config_of(new, rope_parameters=by_kind).window_rotary
+    assert scaled == RotaryBase(theta=9.0, scaling=RotaryScaling(kind="linear", factor=2.0))
+    # If all layers have a window, or none has one, there is one base.
+    for kind, base in (("sliding", (1e4, None)), ("full", (1e6, scaling))):
+        config = config_of(GEMMA_3_12B, layer_types=[f"{kind}_attention"] * 48)
+        assert (config.rotary_theta, config.rotary_scaling) == base
+        assert config.window_rotary is None
+    sizes = {name: OLMO_2_1B[name] for name in SIZES_STATED} | dict(num_hidden_layers=4)
+    olmo = dict(sizes, model_type="olmo3", sliding_window=7)
+    assert config_of(olmo).window_layers == (0, 1, 2)
+    assert (config_of(olmo).rotary_theta, config_of(olmo).window_rotary) == (5e5, None)
+    # The file states one base for both kinds of layers, and only one kind is scaled.
+    scaled = config_of(olmo, rope_theta=9, rope_scaling=GEMMA_3_12B["rope_scaling"])
+    assert (scaled.rotary_theta, scaled.rotary_scaling) == (9.0, scaling)
+    assert scaled.window_rotary == RotaryBase(theta=9.0)
 
 
 def test_windows():
@@ -238,6 +285,13 @@ REFUSED = [
     (QWEN_2_5, dict(layer_types=["full_attention"]), "layer_types"),
     (QWEN_3, dict(layer_types=["linear_attention"] * 28), "layer_types .*'linear_attention'"),
     (GEMMA_2_2B, dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
+    (GEMMA_3_1B, dict(attn_logit_softcapping=50.0), "attn_logit_softcapping .*None.*50.0"),
+    (GEMMA_3_1B, dict(rope_parameters=dict(rope_theta=1e6)), "rope_parameters .*by full_attention"),
+    (GEMMA_3_1B, {ROPE: {"rope_theta": 5.0}}, "rope_theta .*1000000.0"),
+    (GEMMA_3_1B, {ROPE: {"type": "dynamic", "factor": 2.0}}, "rope_type .*'dynamic'"),
+    (GEMMA_3_1B, {ROPE: {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    (GEMMA_3_1B, dict(rope_local_base_freq=0), "rotary_base.theta .*0"),
+    (GEMMA_3_1B, dict(sliding_window_pattern=0), "zero|0"),
     (GPT2, dict(model_type="gpt3"), "'gpt3'.* 'gpt2'"),
     (GPT2, dict(model_type=7), "model_type .*7"),
 ]

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import models
 from hooks import HookedRunner
-from models import load
+from models import RotaryBase, RotaryScaling, load
 from tests.count import ROOT
 
 gguf = pytest.importorskip("gguf", reason="reads GGUF")
@@ -20,13 +20,11 @@ REFUSED = {
     "arcee": ("'arcee'", "squared ReLU"),
     "bloom": ("'bloom'", "ALiBi"),
     "exaone4-windows": ("exaone4.attention.sliding_window must be 0", "got 7"),
-    "gemma3": ("gemma3.rope.freq_base_swa must be 1000000.0", "got 10000.0"),
     "hunyuan": ("'hunyuan-dense'", "norms of queries and keys after rotation"),
     "lfm2": ("'lfm2'", "convolutions"),
     "mamba": ("'mamba'", "state spaces"),
     "nemotron": ("'nemotron'", "squared ReLU"),
     "olmo-clipped": ("olmo.attention.clamp_kqv",),
-    "olmo3-yarn": ("olmo2.rope.scaling.type", "yarn"),
     "phi3-longrope": ("rope_factors_long.weight",),
     "qwen3moe": ("'qwen3moe'", "mixture of experts"),
     "smollm3": ("'smollm3'", "layers without positions"),
@@ -162,10 +160,7 @@ def test_a_norm_is_shared_in_parallel_blocks_only(tmp_path):
         ("granite", "rope.scaling.finetuned", False),  # in llama.cpp, it switches rotation off
         ("llama", "expert_count", 8),
         ("glm4", "nextn_predict_layers", 1),
-        ("olmo3", "rope.freq_base_swa", 9000.0),
         ("olmo3", "attention.sliding_window_pattern", [True, False]),
-        ("gemma3-plain", "rope.freq_base_swa", None),  # without the key, the base is 10,000
-        ("gemma3-plain", "rope.scaling.factor", 8.0),
     ],
 )
 def test_keys_that_would_change_the_logits_are_named(tmp_path, name, key, value):
@@ -218,3 +213,28 @@ def test_the_layers_with_windows(tmp_path, keys, windows):
 
 def test_five_layers_of_six_have_windows_in_gemma_3():
     assert load(HERE / "gemma3-plain.gguf").config.windows == (7, 7, 7, 7, 7, 0, 7)
+
+
+LINEAR = RotaryScaling(kind="linear", factor=8.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "others", "windows"),
+    [
+        ("gemma3-plain", {}, (500.0, None), None),
+        # Without the key, llama.cpp assumes the base 10,000 in layers with a window.
+        ("gemma3-plain", {"rope.freq_base_swa": None}, (500.0, None), (1e4, None)),
+        # The models with 4 billion parameters and more scale only layers without a window.
+        ("gemma3-linear", {}, (1e6, LINEAR), (1e4, None)),
+        ("gemma3", {"rope.freq_base": 1e4}, (1e4, None), None),
+        ("gemma3", {PATTERN: [True] * 7}, (1e4, None), None),
+        ("gemma3", {PATTERN: [False] * 7}, (1e6, None), None),
+        ("olmo3", {"rope.freq_base_swa": 9e3}, (500.0, None), (9e3, None)),
+        ("gemma2", {"rope.scaling.factor": 8.0}, (1e4, LINEAR), None),
+    ],
+)
+def test_layers_with_windows_have_a_rotary_base(tmp_path, name, keys, others, windows):
+    config = load(rewritten(tmp_path / "it.gguf", name, keys)).config
+    assert (config.rotary_theta, config.rotary_scaling) == others
+    base = windows and RotaryBase(theta=windows[0], scaling=windows[1])
+    assert config.window_rotary == base

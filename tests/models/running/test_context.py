@@ -27,6 +27,7 @@ SOME = [
         "no positions",
     ),
     *("rotary partly", "grouped", "window", "window of one layer", "like llama", "like gemma 2"),
+    "like gemma 3",
 ]
 
 

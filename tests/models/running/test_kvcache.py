@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hooks import HookedRunner, HookError
-from models import KVCache, Transformer, TransformerConfig, fold_norms, kernels
+from models import KVCache, RotaryBase, Transformer, TransformerConfig, fold_norms, kernels
 from models.running import kvcache as module
 from models.running import masks
 from tests.reference import masked
@@ -419,15 +419,18 @@ def test_a_rejected_call_leaves_the_cache_as_it_was(change, match):
         dict(d_head=1),
         dict(positions="none"),
         dict(qk_norm="head"),
+        dict(window_rotary=RotaryBase(theta=7.0)),
     ],
 )
 def test_another_model_is_refused(other):
     """Without the check, PyTorch would broadcast the keys of some of these models."""
     first = dict(ROTARY, positions="sinusoidal")
+    if "window_rotary" in other:
+        first = dict(ROTARY, window=3, window_layers=(1,))
     model, cache = build(**first), KVCache()
     model(text(2, 5), kv_cache=cache)
     name = "windows" if "window" in other else next(iter(other))
-    with pytest.raises(ValueError, match=f"KVCache.*{name}"):
+    with pytest.raises(ValueError, match=f"KVCache.*same {name}"):
         build(**first | other)(text(2, 3), kv_cache=cache)
     assert cache.length == 5
 
