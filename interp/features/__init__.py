@@ -7,7 +7,7 @@ other kinds of dictionaries. `loading` reads
 dictionaries from files, with the help of `forms`, `hub` and `bundled`. `places` finds the point
 that a file names. `splicing` inserts dictionaries into a model, and `evaluation`, `cards` and
 `controls` measure them. `members` runs the models of a crosscoder, and `scaling` and `member_cards`
-describe its features.
+describe its features. `explanations` scores explanations of features.
 
 >>> from interp.features import load_sae, splice
 >>> from models import load
@@ -26,6 +26,12 @@ from interp.features.cross_layer import CrossLayerTranscoder
 from interp.features.crosscoder import Crosscoder
 from interp.features.dictionary import Dictionary
 from interp.features.evaluation import DictionaryScores, evaluate_sae
+from interp.features.explanations import (
+    BalancedAccuracy,
+    ExplanationScore,
+    JudgedExample,
+    score_explanation,
+)
 from interp.features.loading import load_crosscoder, load_sae, load_transcoders
 from interp.features.matching_pursuit import MatchingPursuit
 from interp.features.member_cards import crosscoder_cards
@@ -35,14 +41,17 @@ from interp.features.splicing import splice
 from interp.features.transcoders import Transcoders, TranscoderSet
 
 __all__ = [
+    "BalancedAccuracy",
     "CrossLayerTranscoder",
     "Crosscoder",
     "Dictionary",
     "DictionaryScores",
+    "ExplanationScore",
     "FeatureCard",
     "FeatureCards",
     "Gated",
     "GroupMax",
+    "JudgedExample",
     "JumpReLU",
     "LatentScaling",
     "MatchingPursuit",
@@ -58,6 +67,7 @@ __all__ = [
     "load_transcoders",
     "member_values",
     "purity",
+    "score_explanation",
     "splice",
     "stability",
 ]

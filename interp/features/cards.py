@@ -357,7 +357,7 @@ def cards_of(
     for column, index in enumerate(progress_of(features, "cards", len(features))):
         top, bottom = tokens_moved[column]
         of_feature = [row._replace(values=row.values[:, column]) for row in rows]
-        nearest = _nearest(W_dec, index, k)
+        nearest = nearest_features(W_dec, index, k)
         card = _card(model, index, rows=of_feature, k=k, nearest=nearest, top=top, bottom=bottom)
         cards.append(card)
     return cards
@@ -459,7 +459,9 @@ def _card(
     )
 
 
-def _nearest(W_dec: Float[Tensor, "feature d_out"], index: int, k: int) -> list[tuple[int, float]]:
+def nearest_features(
+    W_dec: Float[Tensor, "feature d_out"], index: int, k: int
+) -> list[tuple[int, float]]:
     """Return the features with the most similar decoder rows, with the cosines."""
     rows = nn.functional.normalize(W_dec.float(), dim=1)
     cosines = rows @ rows[index]
