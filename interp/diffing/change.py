@@ -222,8 +222,10 @@ def compare_models(
     """Return the differences between a tuned model and its base on some texts.
 
     Both models have the same points, axes and sizes. They may be on two devices; values of the base
-    are moved. Of each model, the residual stream of one batch is in memory. A model with an adapter
-    of peft (attach it with `models.attach`) is both models, without a second copy of the weights.
+    are moved. Of each plain model, one layer of the residual stream of one batch is in memory. If a
+    model is attached or has hooks, all layers of the tuned model are in memory. A model with an
+    adapter of peft (attach it with `models.attach`) is both models, without a second copy of the
+    weights.
 
     Args:
         tuned: the tuned model. Or several checkpoints: a list, an iterator or a function that

@@ -2,9 +2,9 @@
 
 For each batch of texts:
 
-1. Run both models, and keep `resid_post` of every layer (`TwoModels.capture`).
+1. Run both models, and read `resid_post` layer by layer (`TwoModels.by_layer`).
 2. For each layer, measure the difference of the two values at each token, relative to the value of
-   the base (`_relative`). Then drop this layer.
+   the base (`_relative`). Only the last layer is kept.
 3. Unembed the last layer of both models, for a few positions at a time, and compute the divergence
    of the predictions at each token (`_divergences`).
 
@@ -69,13 +69,13 @@ def stream_change(
     for part in models.batches(rows, batch):
         examples = slice(part.numbers.start, part.numbers.stop)
         columns = slice(0, part.tuned.tokens.shape[1])
-        tuned_cache, base_cache = models.capture(part, names.values())
         masks = _masks(part.tuned)
-        for layer, name in enumerate(names.values()):
-            tuned, base = tuned_cache[name], base_cache[name]
-            for kind, values in _relative(tuned, base).items():
+        layers = _Layers()
+        models.by_layer(part, names, layers.compare)
+        for layer, values_by_kind in enumerate(layers.relative):
+            for kind, values in values_by_kind.items():
                 stream[kind][layer, columns, examples] = _masked(values, masks[kind])
-        del tuned_cache, base_cache
+        tuned, base = layers.last
         for kind, values in _divergences(models, part, tuned, base, seed).items():
             kl[kind][columns, examples] = _masked(values, masks[kind])
     words = Text.padded([torch.tensor(row) for row in rows]).words(models.tuned)
@@ -106,6 +106,26 @@ def stream_change(
         stream=stream_results.pop("difference"),
         controls={"kl": kl_results, "stream": stream_results},
     )
+
+
+class _Layers:
+    """The relative differences of the streams in each layer, and the last layer of both models.
+
+    Attributes:
+        relative: the result of `_relative` for each layer, on the CPU.
+        last: the streams of the tuned model and of the base in the last layer so far.
+    """
+
+    last: tuple[Tensor, Tensor]
+
+    def __init__(self) -> None:
+        self.relative: list[dict[str, Tensor]] = []
+
+    def compare(self, tuned: Tensor, base: Tensor) -> None:
+        """Measure one layer, and forget the layer before it."""
+        self.last = tuned, base
+        relative = _relative(tuned, base)
+        self.relative.append({kind: values.cpu() for kind, values in relative.items()})
 
 
 def _masks(text: Text) -> dict[str, Bool[Tensor, "batch pos"]]:

@@ -5,17 +5,29 @@
 3. `TwoModels.batches` yields padded batches of tokens, each on the device of its model.
 4. `TwoModels.capture` runs both models until the last requested point. One model with an adapter
    runs twice, the second time with the adapter off.
+5. `TwoModels.by_layer` passes the streams of both models to a function, one layer at a time. If the
+   blocks can be called one by one, both models run in step, and only one layer of each is in
+   memory. Otherwise the streams of the tuned model are stored, and the base runs after it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
-from hooks import ActivationCache, HookedRunner
-from hooks.base import Text, Texts, each_text, progress_of, require_integer, require_kind
+from hooks import ActivationCache, HookedRunner, Point
+from hooks.base import (
+    Text,
+    Texts,
+    all_to_device,
+    each_text,
+    progress_of,
+    require_integer,
+    require_kind,
+)
+from hooks.shared import Session, is_listened_to
 from interp.inputs.texts import padded, text_for
 from interp.protocol import n_logits, of, require_points, runner_of
 from interp.runs.adapters import WithoutAdapter, adapter_off, require_adapter
@@ -131,6 +143,81 @@ class TwoModels:
         tuned = _capture(self.tuned, self.runner, batch.tuned, names)
         with self.as_base():
             return tuned, _capture(self.base, self.base_runner, batch.base, names)
+
+    def by_layer(
+        self,
+        batch: Batch,
+        names: Mapping[int, str],
+        visit: Callable[[Tensor, Tensor], object],
+    ) -> None:
+        """Call a function with the streams of both models, layer by layer.
+
+        Args:
+            batch: the texts.
+            names: the name of the stream's point in each layer, in the order of the layers.
+            visit: the function. It gets the value of the tuned model and the value of the base at
+                each point, in the order of the names.
+        """
+        both = (self.tuned, self.runner), (self.base, self.base_runner)
+        if not self.is_one and all(_has_steps(*one, names) for one in both):
+            steps = _streams(*both[0], batch.tuned, names), _streams(*both[1], batch.base, names)
+            for tuned, base in zip(*steps, strict=True):
+                visit(tuned, base)
+            return
+        cache = _capture(self.tuned, self.runner, batch.tuned, [*names.values()])
+        streams = [cache[name] for name in names.values()]
+        del cache
+        streams.reverse()
+
+        def compared(value: Tensor, point: Point) -> None:
+            visit(streams.pop(), value)
+
+        with self.as_base(), self.base_runner.hooks(dict.fromkeys(names.values(), compared)):
+            _capture(self.base, self.base_runner, batch.base, [[*names.values()][-1]])
+
+
+def _has_steps(model: nn.Module, runner: HookedRunner, names: Mapping[int, str]) -> bool:
+    """Return whether the blocks of a model can be called one by one.
+
+    A model with hooks runs as a whole, because hooks may act outside the blocks.
+
+    Args:
+        model: the model.
+        runner: its runner.
+        names: the name of the stream's point in each layer.
+    """
+    steps = ("context", "input_resid", "run_block", "blocks")
+    return (
+        of(model) is model
+        and all(hasattr(model, step) for step in steps)
+        and [*names] == [*range(len(of(model).blocks))]
+        and not is_listened_to(model)
+    )
+
+
+def _streams(
+    model: nn.Module, runner: HookedRunner, text: Text, names: Mapping[int, str]
+) -> Iterator[Tensor]:
+    """Yield the value of the stream's point in each layer. Only one layer is in memory.
+
+    Args:
+        model: a model whose blocks can be called one by one.
+        runner: its runner.
+        text: the texts.
+        names: the name of the point in each layer.
+    """
+    language = of(model)
+    context = language.context(text.tokens, **text.kwargs)
+    stream = language.input_resid(text.tokens, context)
+    for layer, name in names.items():
+        device = next(language.blocks[layer].parameters()).device
+        if device != stream.device:
+            stream, context = all_to_device((stream, context), device)
+        values: list[Tensor] = []
+        with Session() as session:
+            session.after(runner.points[name].module, values.append)
+            stream = language.run_block(layer, stream, context)
+        yield values.pop()
 
 
 def _capture(

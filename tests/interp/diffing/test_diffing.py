@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from hooks import HookedRunner, ModeError, UnknownNameError
+from hooks.base import peak_bytes
 from interp import compare_models, edits
+from interp.diffing import streams as diffing_streams
 from models import CharTokenizer, Transformer, TransformerConfig
 from tests.attachable import MODELS, TOKENS, made
 from tests.pretended import DEVICE, SECOND, Devices, split
@@ -554,3 +556,31 @@ def test_wrong_layers_and_sites_are_named(change):
         change.difference("pattern", layer=1)
     with pytest.raises(UnknownNameError, match="blocks.2.mlp.output"):
         _ = change.weights["blocks.2.mlp.ouput.weight"]
+
+
+@pytest.mark.sampled(1)
+def test_memory_is_one_layer_of_plain_models(monkeypatch):
+    """The streams of both models in all layers would take twice the memory of one model's streams.
+
+    The size of a layer is multiplied by the copies in float64 and by the values inside a block.
+    """
+    n_texts, n_pos, n_layers, d_model = 3, 96, 24, 64
+    sizes = dict(vocab_size=53, n_ctx=n_pos, n_layers=n_layers, n_heads=4, d_model=d_model)
+    model = Transformer(TransformerConfig(**sizes)).eval()
+    other = copy.deepcopy(model)
+    monkeypatch.setattr(diffing_streams, "_LOGITS_AT_ONCE", 2**10)
+    texts = torch.randint(53, (n_texts, n_pos), generator=torch.Generator().manual_seed(0))
+    _, peak = peak_bytes(lambda: compare_models(model, other, texts))
+    assert peak < n_texts * n_pos * d_model * n_layers * 4
+
+
+def test_hooks_on_a_model_act_in_a_comparison(base):
+    doubled = {"blocks.1.mlp_out": lambda value, point: 2 * value}
+    hooked = copy.deepcopy(base)
+    with HookedRunner(hooked).hooks(doubled):
+        change = compare_models(hooked, base, TEXTS)
+    other = scaled(base, ["blocks.1.mlp.output.weight", "blocks.1.mlp.output.bias"], 2)
+    expected = compare_models(other, base, TEXTS)
+    torch.testing.assert_close(change.kl.values, expected.kl.values, equal_nan=True)
+    torch.testing.assert_close(change.stream.values, expected.stream.values, equal_nan=True)
+    assert expected.kl.values.nanmean() > 1e-3
