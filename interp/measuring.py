@@ -334,5 +334,7 @@ def measure(
             f"got {shown(metric)} and {shown(logits)}"
         )
     require_kind("attention_mask", attention_mask, (Tensor, type(None)), "a tensor [batch, pos]")
-    logits_read = last_real(logits, last_of(metric, attention_mask), attention_mask)
+    # Read the mask once: each look at a mask on a device waits for the device.
+    mask = None if attention_mask is None else attention_mask.cpu()
+    logits_read = last_real(logits, last_of(metric, mask), mask)
     return evaluate(metric, logits_read, len(logits))

@@ -93,6 +93,7 @@ from hooks.base.text_forms import (
     number_of_texts,
 )
 from hooks.base.transfer import (
+    Placement,
     all_to_device,
     later,
     skip_token_checks,

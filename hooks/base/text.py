@@ -143,6 +143,13 @@ class Text(HintsAtNames):
         """
         return to_device(real_of(self.attention_mask, self.tokens.shape[:2]), self.tokens.device)
 
+    def mask_on_cpu(self) -> Shaped[Tensor, "..."] | None:
+        """Return the mask on the CPU, for checks that read its numbers several times.
+
+        Each look at the numbers of a mask on a device waits for the device.
+        """
+        return None if self.attention_mask is None else self.attention_mask.cpu()
+
     def listed(self) -> list[list[int]]:
         """Return the real tokens of each text."""
         rows = self.tokens.tolist()
@@ -171,7 +178,7 @@ class Text(HintsAtNames):
 
     def is_aligned_with(self, other: "Text") -> bool:
         """Return whether the other texts have the same columns and padding."""
-        if self.attention_mask is None and other.attention_mask is None:
+        if self.attention_mask is other.attention_mask:
             return self.tokens.shape[:2] == other.tokens.shape[:2]
         return torch.equal(self.real, other.real)
 

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from hooks import ActivationCache
-from hooks.base import Text, axis_of_rows, is_listed, is_rounding, without_rows
+from hooks.base import Placement, Text, axis_of_rows, is_listed, is_rounding, without_rows
 from interp.inputs.cached import text_of
 
 _OF_DECODER = {"decoder_input_ids", "decoder_attention_mask"}
@@ -34,7 +34,7 @@ def digests(*texts: Text) -> list[str]:
     >>> first == second == digests(Text(torch.tensor([[3, 1]])))[0]
     True
     """
-    tokens_by_example = zip(*map(_tokens, texts), strict=True)
+    tokens_by_example = zip(*map(_tokens, _on_cpu(texts)), strict=True)
     inputs_by_example = zip(*map(_other_inputs, texts), strict=True)
     hashes = []
     for tokens, other_inputs in zip(tokens_by_example, inputs_by_example, strict=True):
@@ -129,16 +129,25 @@ def unseen(text: Text, seen: set[str]) -> Bool[Tensor, " batch"]:
     return torch.tensor(is_new, device=text.tokens.device)
 
 
+def _on_cpu(texts: Sequence[Text]) -> list[Text]:
+    """Return the tokens and masks of texts on the CPU, after a single wait for the device."""
+    copy = Placement("cpu", None)
+    copies = []
+    for text in texts:
+        mask = text.attention_mask
+        copies.append(Text(copy(text.tokens), None if mask is None else copy(mask)))
+    copy.wait()
+    return copies
+
+
 def _tokens(text: Text) -> list[object]:
     """Return the real tokens of each text.
 
     If the inputs are images or sounds instead of tokens, the result is a hash of each of them.
     """
-    mask = text.attention_mask
-    on_cpu = Text(text.tokens.cpu(), None if mask is None else mask.cpu())
-    if on_cpu.tokens.is_floating_point():
-        return [*map(_content, on_cpu.tokens)]
-    return [*on_cpu.listed()]
+    if text.tokens.is_floating_point():
+        return [*map(_content, text.tokens)]
+    return [*text.listed()]
 
 
 def _other_inputs(text: Text) -> list[tuple[object, ...]]:
@@ -149,7 +158,7 @@ def _other_inputs(text: Text) -> list[tuple[object, ...]]:
         inputs = []
         names = {*text.more}
     else:
-        inputs = [_tokens(decoded)]
+        inputs = [_tokens(*_on_cpu([decoded]))]
         names = {*text.more} - _OF_DECODER
     shape = text.tokens.shape[:2]
     without_axis = {*without_rows(text.more, shape)}

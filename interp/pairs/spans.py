@@ -47,10 +47,14 @@ def aligned(
     """
     kinds = ("clean", "corrupted")
     texts = [clean] if corrupted is None else [clean, corrupted]
-    masks = [
-        real_of(text.attention_mask, text.tokens.shape[:2], f"the {kind} texts' attention_mask")
-        for kind, text in zip(kinds, texts, strict=False)
-    ]
+    masks: list[Tensor] = []
+    for kind, text in zip(kinds, texts, strict=False):
+        shape = text.tokens.shape[:2]
+        # A mask of both texts is one tensor, so that it need not be compared with itself.
+        if masks and text.attention_mask is clean.attention_mask and masks[0].shape == shape:
+            masks.append(masks[0])
+        else:
+            masks.append(real_of(text.attention_mask, shape, f"the {kind} texts' attention_mask"))
     _require_same_texts(texts, masks, has_spans=bool(spans))
     spans_of_texts = (spans, spans if corrupted_spans is None else corrupted_spans)
     columns = [
@@ -162,7 +166,8 @@ def _require_same_texts(texts: list[Text], masks: list[Tensor], has_spans: bool)
         raise ValueError(
             f"the numbers of clean and corrupted texts must be equal and at least 1; got {got}"
         )
-    if not has_spans and not torch.equal(masks[0].cpu(), masks[-1].cpu()):
+    is_same = masks[0] is masks[-1] or has_spans or torch.equal(masks[0].cpu(), masks[-1].cpu())
+    if not is_same:
         shapes = " and ".join(str([*text.tokens.shape]) for text in texts)
         raise ValueError(
             "clean and corrupted tokens must have the same shape and padding, unless spans define "

@@ -132,7 +132,15 @@ def summed(
     operands: list[Any] = []
     for factor in factors:
         operands += [factor, [*numbers.values()]]
-    sums = torch.einsum(*operands, [numbers[axis] for axis in (*selections, "batch")])
+    kept = (*selections, "batch")
+    # Sum the last axes of the product first: their sum needs no copies of the factors.
+    leading = axes[: 1 + max(axes.index(axis) for axis in kept)]
+    sums = torch.einsum(*operands, [numbers[axis] for axis in leading])
+    other_dims = [dim for dim, axis in enumerate(leading) if axis not in kept]
+    if other_dims:
+        sums = sums.sum(other_dims)
+    kept_in_order = [axis for axis in leading if axis in kept]
+    sums = sums.permute([kept_in_order.index(axis) for axis in kept])
     for dim, indices in enumerate(selections.values()):
         sums = _grouped(sums, dim, indices)
     return sums
@@ -201,8 +209,6 @@ def of_layers(
     Warns:
         UserWarning: if the backward pass did not reach a point. The effects of the point are 0.
     """
-    for name, values in by_point.items():
-        require_numbers(name, values)
     names = [*sites.names.values()]
     warn_of_unread([name for name in names if name not in by_point])
     sizes = [len(places) for axis, places in sites.places.items() if axis != "layer"]
@@ -212,4 +218,8 @@ def of_layers(
         values = torch.stack(by_layer, [*sites.places].index("layer"))
     else:
         values = by_layer[0]
+    # One check for all points waits for the device once. The points are searched only after it.
+    if values.isnan().any():
+        for name, values_of_point in by_point.items():
+            require_numbers(name, values_of_point)
     return sites.result(base, values, **about)

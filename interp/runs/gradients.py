@@ -80,7 +80,7 @@ class Gradients:
                 session.after(point.module, partial(self._watch, point))
             output = runner.model(text.tokens, **text.arguments(runner.model))
             require_fired([point.name for point in points], {*self.values}, NEVER_FIRED)
-            mask = text.of_logits.attention_mask
+            mask = text.of_logits.mask_on_cpu()
             logits = last_real(logits_of(output), last_of(metric, mask), mask)
             if logits.requires_grad:
                 logits.register_hook(self._router.record_steepest)

@@ -98,7 +98,7 @@ class Batch:
         self.tokens = text.tokens
         self._pieces = dict[int | None, Piece]()
         size, n_pos = text.of_logits.tokens.shape[:2]
-        mask = text.of_logits.attention_mask
+        mask = text.of_logits.mask_on_cpu()
         last = last_of(metric, mask)
         self.columns = columns_of_last(last, n_pos, size, mask) if last else None
         self.metric = metric

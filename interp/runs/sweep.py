@@ -140,7 +140,9 @@ def _measured(
     if is_alone or any(map(_counts_calls, jobs)) or not unedited.is_resumable():
         runs = WholeRuns(model, batch, jobs, max_bytes=None if is_alone else max_bytes)
     else:
-        if not all(getattr(context, "is_causal", True) for context in unedited.contexts):
+        # Blocks share contexts, and each look at a mask waits for the device.
+        contexts = {id(context): context for context in unedited.contexts}.values()
+        if not all(getattr(context, "is_causal", True) for context in contexts):
             # If a model is not causal, an edit also changes earlier positions, so all positions are
             # computed.
             for job in jobs:

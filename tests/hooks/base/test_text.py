@@ -27,6 +27,9 @@ def test_padding_is_not_a_token(text):
     assert text.tokens[~text.real].tolist() == [7] * 5
     assert text.is_aligned_with(Text(*text))
     assert not text.is_aligned_with(Text(text.tokens))
+    whole = Text(text.tokens)
+    assert whole.is_aligned_with(Text(text.tokens + 1))
+    assert not whole.is_aligned_with(Text(text.tokens[:, 1:]))
 
 
 def test_all_parts_go_with_the_rows(text):

@@ -6,24 +6,33 @@ Each job has limits for a small model and, with --full, for 12 layers of 12 head
 import pytest
 import torch
 
-from interp import Pairs, activation_patching, log_prob
+from interp import Pairs, activation_patching, attribution_patching, log_prob
 from models import Transformer, TransformerConfig
 from tests.counting import counted
 
 SMALL, LARGE = (3, 4), (12, 12)
 
 
-def patched(site, over):
-    def job(model, clean, corrupted):
-        return activation_patching(model, Pairs(clean, corrupted, metric=log_prob(0)), site, over)
+def effects_by(analysis, site, over):
+    def job(model, clean, corrupted, mask):
+        pairs = Pairs(clean, corrupted, metric=log_prob(0), attention_mask=mask)
+        return analysis(model, pairs, site, over)
 
     return job
 
 
+PATCHED = effects_by(activation_patching, "z", ("layer", "head"))
+BY_POSITION = effects_by(activation_patching, "resid_pre", ("layer", "pos"))
+ATTRIBUTED = effects_by(attribution_patching, "z", ("layer", "head"))
+PADDED = torch.ones(8, 9).bool()
+PADDED[2, :3] = PADDED[5, :1] = False
 ROWS = {
-    # name: the job, the number of examples, and the most starts and waits of both models.
-    "patching z by head": (patched("z", ("layer", "head")), 8, (220, 9), (850, 10)),
-    "patching by position": (patched("resid_pre", ("layer", "pos")), 8, (430, 9), (2400, 10)),
+    # name: the job, the number of examples, the mask, and the most starts and waits of both models.
+    "patching z by head": (PATCHED, 8, None, (220, 8), (850, 10)),
+    "patching padded texts": (PATCHED, 8, PADDED, (450, 14), (2600, 14)),
+    "patching by position": (BY_POSITION, 8, None, (430, 8), (2400, 10)),
+    "attribution patching": (ATTRIBUTED, 8, None, (160, 7), (460, 8)),
+    "attribution of padded texts": (ATTRIBUTED, 8, PADDED, (200, 11), (560, 11)),
 }
 
 
@@ -32,7 +41,7 @@ ROWS = {
 )
 @pytest.mark.parametrize("row", ROWS)
 def test_jobs_start_few_kernels_and_seldom_wait(row, size):
-    job, n_examples, *limits = ROWS[row]
+    job, n_examples, mask, *limits = ROWS[row]
     n_layers, n_heads = size
     config = TransformerConfig(
         vocab_size=50, n_ctx=16, n_layers=n_layers, n_heads=n_heads, d_model=24, d_mlp=40
@@ -40,7 +49,7 @@ def test_jobs_start_few_kernels_and_seldom_wait(row, size):
     torch.manual_seed(0)
     model = Transformer(config).eval().requires_grad_(False)
     clean = torch.randint(50, (n_examples, 9))
-    counts = counted(job, model, clean, (clean + 1) % 50)
+    counts = counted(job, model, clean, (clean + 1) % 50, mask)
     starts, waits = limits[size == LARGE]
     assert counts.starts <= starts
     assert counts.waits <= waits

@@ -27,6 +27,7 @@ from interp.directions import Direction, steering_curve
 from interp.graph import Graph
 from interp.inputs.copies import digests, groups, groups_of_cache, numbered
 from interp.reading.experts import expert_load
+from tests.pretended import DEVICE, Devices
 from tests.shipped import pydoc
 from tests.streams import made
 
@@ -46,6 +47,16 @@ def batch_of(texts, sides, width=7, filler=8):
         tokens[row, columns] = torch.tensor(text)
         mask[row, columns] = True
     return tokens, mask
+
+
+def test_texts_on_a_device_are_read_at_once():
+    texts = [Text(*batch_of(SHORT, [side] * 6)) for side in ("left", "right")]
+    expected = digests(*texts)
+    with Devices() as devices:
+        there = [Text(*(part.to(DEVICE) for part in text)) for text in texts]
+        found, stops, waits = devices.counted(lambda: digests(*there))
+    assert found == expected
+    assert (stops, waits) == ({}, 1)
 
 
 @pytest.mark.parametrize("sides", [["left"] * 6, ["right"] * 6, ["left", "right"] * 3])
