@@ -2,8 +2,8 @@
 
 Directions can be exchanged with llama.cpp and repeng. Read `direction` (vectors by point, and their
 files) and `examples` (values of two kinds of texts, with `stored` for texts of a store) first.
-`finding` and `probing` find directions from examples, `erasing` removes a concept, and `steering`
-measures the effects of a direction.
+`finding` and `probing` find directions from examples, and `sparse` probes few features of a
+dictionary. `erasing` removes a concept, and `steering` measures the effects of a direction.
 
 >>> from interp import edits
 >>> from interp.directions import difference_of_means
@@ -20,6 +20,7 @@ from interp.directions.direction import Direction
 from interp.directions.erasing import Eraser, leace
 from interp.directions.finding import Erasure, difference_of_means, erasure
 from interp.directions.probing import Probe, probe
+from interp.directions.sparse import SparseProbes, sparse_probes
 from interp.directions.steering import SteeringCurve, steering_curve
 from interp.numbers.moments import Moments
 
@@ -29,11 +30,13 @@ __all__ = [
     "Erasure",
     "Moments",
     "Probe",
+    "SparseProbes",
     "SteeringCurve",
     "difference_of_means",
     "erasure",
     "leace",
     "probe",
+    "sparse_probes",
     "steering_curve",
 ]
 

@@ -25,6 +25,7 @@ from hooks.base import (
     library,
     progress_of,
     require_choice,
+    require_integer,
     shows_progress,
     without_gradients,
 )
@@ -111,6 +112,7 @@ def probe(
     over: Literal["pos"] | None = None,
     kind: str = "logistic",
     C: float = 1.0,
+    k: int | None = None,
     folds: int = 5,
     draws: int = 5,
     seed: int = 0,
@@ -147,6 +149,10 @@ def probe(
             on all positions. Default: one probe for all positions.
         kind: `logistic` regression, or `linear` regression on labels of -1 and 1 (ridge).
         C: the inverse of the strength of the penalty, as in scikit-learn.
+        k: the number of columns of a value that a probe uses: the columns with the largest
+            difference between the means of both kinds (Gurnee et al. 2023, "Finding Neurons in a
+            Haystack", arXiv 2305.01610). They are chosen again for each fold, from the other folds.
+            All other coefficients are 0. Default: all columns.
         folds: the number of folds. All copies of a text are in one fold.
         draws: the number of draws of random labels for the control, which is the mean over draws.
         seed: the seed of the folds and of the random labels.
@@ -183,7 +189,9 @@ def probe(
     fold_of = _folds(kinds, folds, draw)
     drawn = [_drawn(kinds, fold_of, folds=folds, draw=draw)[rows.text] for _ in range(draws)]
     positions = _by_position(rows) if over == "pos" else None
-    classifier = _Classifier(kind, C)
+    if k is not None:
+        require_integer("k", k)
+    classifier = _Classifier(kind, C, k)
     scores: list[list[list[float]]] = []
     vectors = {}
     offsets = {}
@@ -371,10 +379,11 @@ def _drawn(kinds: list[Any], fold_of: Any, folds: int, draw: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Classifier:
-    """A linear classifier. For `kind` and `C`, see `probe`."""
+    """A linear classifier. For `kind`, `C` and `k`, see `probe`."""
 
     kind: str
     C: float
+    k: int | None = None
 
     def fitted(self, values: Any, labels: Any) -> tuple[Any, float]:
         """Return the direction and the offset that separate values by their labels.
@@ -388,6 +397,11 @@ class _Classifier:
         # A column that varies by no more than float32 rounding is treated as constant, in any
         # dtype. Its coefficient is 0.
         spread = np.where(spread > _ROUNDING * abs(values).max(0), spread, np.inf)
+        if self.k is not None:
+            gaps = abs(values[labels == 1].mean(0) - values[labels == 0].mean(0))
+            is_used = np.zeros(len(gaps), bool)
+            is_used[np.argsort(-gaps, kind="stable")[: self.k]] = True
+            spread = np.where(is_used, spread, np.inf)
         scaled = (values - mean) / spread
         if self.kind == "logistic":
             fit = linear.LogisticRegression(C=self.C, max_iter=1000).fit(scaled, labels)
