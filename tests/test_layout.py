@@ -53,7 +53,7 @@ def test_imports_go_one_way():
 # The files and packages of `interp`. Each imports only earlier entries, and a package also its own
 # files.
 INTERP = """shadowed transformer_lens hints numbers kinds plots protocol inputs measuring metrics pairs edits results graph runs
-    spectral reading features effects store directions diffing alignment attribution_graphs steps claims report cli __main__""".split()
+    spectral reading features effects store many directions diffing alignment attribution_graphs steps claims report cli __main__""".split()
 # In these packages, only these files may be imported by other files of the package.
 FLAT = {
     "spectral": "singular factored folded",
@@ -196,7 +196,7 @@ PUBLIC = {
         copying_scores cross_entropy circuit_curve decompose direct_logit_attribution
         edge_attribution edge_patching edits evaluate_sae expert_load faithfulness features full_circuits graph head_scores hooks_name
         integrated_gradients jacobian_lens kl_divergence load_crosscoder load_sae load_transcoders log_prob logit_diff logit_lens
-        max_activating measure minimality node_effects ov_circuit path_patching plots positional_scores qk_circuit
+        max_activating measure minimality node_effects over_examples ov_circuit path_patching plots positional_scores qk_circuit
         rank repeated_tokens residual_stream run_circuit run_with_cache singular_tokens
         svd_spectra spectral splice svd_targets sweep token_directions top_attributions attribution_graphs tuned_lens attention_attribution
         patch_top_k without_adapter""",

@@ -10,6 +10,7 @@ from torch import Tensor
 from hooks import EditError
 from hooks.base import generator
 from interp.edits.places import Region
+from interp.inputs.parts import require_whole
 
 # The number of texts that share a generator. Making a generator takes longer than drawing numbers.
 _TOGETHER = 16
@@ -30,12 +31,14 @@ def donors(
 
     Raises:
         EditError: if a row has no other row with the same padding, or only copies of its text.
+        ValueError: in a part of many examples; see `interp.inputs.parts`.
 
     >>> donors([[True], [False], [True], [False]], seed=0)
     [2, 3, 0, 1]
     >>> donors([[True]] * 4, seed=0, texts=[0, 0, 0, 1])
     [3, 3, 3, 1]
     """
+    require_whole("edits must not draw rows", "edits.resample")
     draw = torch.Generator().manual_seed(seed)
     texts = range(len(padding)) if texts is None else texts
     rows_by_padding: dict[tuple[bool, ...], list[int]] = {}
@@ -72,7 +75,11 @@ def normal(seed: int, region: Region) -> Float[Tensor, "..."]:
     Args:
         seed: the seed.
         region: the region, whose box has the shape of the result.
+
+    Raises:
+        ValueError: in a part of many examples; see `interp.inputs.parts`.
     """
+    require_whole("edits must not draw numbers for rows", "edits.noise")
     axes = region.axes
     ends = [first + length for first, length in zip(region.firsts, region.lengths, strict=True)]
     box = [slice(first, end) for first, end in zip(region.firsts, ends, strict=True)]

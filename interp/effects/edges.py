@@ -16,6 +16,7 @@ two methods along paths are from Hanna et al. 2024, "Have Faith in Faithfulness"
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -27,6 +28,7 @@ from hooks import Point
 from hooks.base import Texts, require_choice, shows_progress, to_device, warn, without_gradients
 from interp.effects.edge_scores import EdgeScores, ScoredPoints, changed_positions
 from interp.graph import Graph
+from interp.inputs.parts import UNFINISHED, finished
 from interp.measuring import Metric, per_example
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
@@ -163,22 +165,22 @@ def edge_attribution(
         else:
             scored = paths.of_writers(scored.scores)
     has_edges = graph.allowed.any(1).to(scored.scores.device)
-    about, gap = _checked_sums(scored, difference, has_edges)
-    if gap > TOLERANCE:
-        rule = f"scores of edges should add up to within {TOLERANCE} of the change of the metric"
-        warn(f"{rule}; got a gap of {gap:.2g}")
+    sums = _sums(scored, difference, has_edges)
     values = scored.scores[:, :-1][graph.allowed.to(scored.scores.device)]
     values = values.squeeze(1) if over is None else values
     labels: dict[str, Any] = {"edge": graph.edges}
     if over is not None:
         labels[over] = where.labels
-    return runs.result(values, labels, base, estimate=method, **about)
+    result = runs.result(values, labels, base, estimate=method, unfinished=sums)
+    return finished(result, with_gaps)
 
 
-def _checked_sums(
+def _sums(
     scored: "PathScores", difference: Tensor, has_edges: Bool[Tensor, " writer"]
-) -> tuple[dict[str, Any], float]:
-    """Return the gaps between the sums of edges and their expected values, and the largest gap.
+) -> dict[str, dict[str, Any]]:
+    """Return the differences between the sums of edges and their expected values.
+
+    `with_gaps` computes the gaps of all examples from them.
 
     Args:
         scored: the scores of all edges, and the attribution of each writer.
@@ -193,17 +195,44 @@ def _checked_sums(
         raise ValueError("scores and metrics must be finite; got numbers that are not finite")
     edges = scored.scores[has_edges, :-1]
     nodes = scored.scores[has_edges, -1]
-    gap = (edges.sum(1) - nodes).abs().max() / nodes.abs().max()
-    about: dict[str, Any] = {"node_gap": _rounded(gap)}
+    gap = (edges.sum(1) - nodes).abs().max()
+    gap_of_node, node = torch.stack([gap, nodes.abs().max()]).tolist()
+    largest: dict[str, Any] = {"gap_of_node": gap_of_node, "node": node}
+    examples = {}
     if scored.gaps is not None:
-        about |= {"steps": scored.steps, "gaps": [*map(_rounded, scored.gaps)]}
-        gap = torch.maximum(gap, scored.gaps.max())
-    return about, float(gap)
+        largest["steps"] = scored.steps
+        examples["gaps"] = (scored.gaps * difference.abs().mean()).tolist()
+    return {"largest": largest, "examples": examples}
 
 
-def _rounded(share: Tensor) -> float:
-    """Return a share with two digits; 0 for NaN."""
-    return float(f"{float(share.nan_to_num()):.2g}")
+def with_gaps(result: Result) -> Result:
+    """Return edge scores with the gaps of their sums in `about`, and warn of a large gap.
+
+    Args:
+        result: the scores, whose `about` contains the numbers of `_sums`.
+    """
+    assert result.base is not None
+    assert result.target is not None
+    about = dict(result.about)
+    sums = about.pop(UNFINISHED)
+    largest = sums["largest"]
+    node_gap = largest["gap_of_node"] / largest["node"] if largest["node"] else 0.0
+    about["node_gap"] = _rounded(node_gap)
+    gap = node_gap
+    if "steps" in largest:
+        size = float((result.target - result.base).abs().mean())
+        gaps = [absolute / size if size else 0.0 for absolute in sums["examples"]["gaps"]]
+        about |= {"steps": largest["steps"], "gaps": [*map(_rounded, gaps)]}
+        gap = max(gap, *gaps)
+    if gap > TOLERANCE:
+        rule = f"scores of edges should add up to within {TOLERANCE} of the change of the metric"
+        warn(f"{rule}; got a gap of {gap:.2g}")
+    return replace(result, about=about)
+
+
+def _rounded(share: float) -> float:
+    """Return a share with two digits."""
+    return float(f"{share:.2g}")
 
 
 class PathScores(NamedTuple):

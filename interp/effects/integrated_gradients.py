@@ -14,13 +14,16 @@ of a site:
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import Point
-from hooks.base import Texts, at_least_float32, progress_of, shows_progress, warn
+from hooks.base import Texts, at_least_float32, progress_of, shows_progress, stacked, warn
 from interp import edits
+from interp.inputs.parts import UNFINISHED, finished
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.runs.estimates import compared, effects, of_layers
@@ -103,18 +106,48 @@ def integrated_gradients(
         name: effects(sites, name, start.values[name], mean.values[0])
         for name, mean in means.items()
     }
-    unread = Mean(start.base[None], [0], torch.zeros_like(start.base)[None])
+    zeros = torch.zeros_like(start.base)[None]
+    unread = Mean(start.base[None], [0], gaps=zeros, changes=zeros)
     paths = [means.get(name, unread) for name in sites.points]
-    result = of_layers(
-        sites,
-        by_point,
-        start.base,
-        estimate="integrated gradients",
-        steps=[path.steps[0] for path in paths],
-        gaps=[_rounded(path.gaps[0]) for path in paths],
-    )
-    _warn_of_gaps(paths)
-    return result
+    changes = [path.changes[0].abs() for path in paths]
+    sums = {
+        "largest": {"steps": [path.steps[0] for path in paths]},
+        "examples": {
+            "gaps": _listed([path.gaps[0] * path.changes[0].abs().mean() for path in paths]),
+            "changes": _listed(changes),
+        },
+    }
+    estimate = "integrated gradients"
+    result = of_layers(sites, by_point, start.base, estimate=estimate, unfinished=sums)
+    return finished(result, with_gaps)
+
+
+def _listed(rows: Sequence[Float[Tensor, " example"]]) -> list[list[float]]:
+    """Return the numbers of each example, for each path."""
+    return stacked(rows).tolist()
+
+
+def with_gaps(result: Result) -> Result:
+    """Return effects with the gap of each path and example in `about`, and warn of a large gap.
+
+    Args:
+        result: the effects. Their `about` contains for each path the steps, and for each example
+            the gap and the change of the metric.
+    """
+    about = dict(result.about)
+    sums = about.pop(UNFINISHED)
+    steps = sums["largest"]["steps"]
+    gaps = []
+    for gaps_of_path, changes in zip(*sums["examples"].values(), strict=True):
+        size = sum(changes) / len(changes)
+        gaps.append([gap / size if size else 0.0 for gap in gaps_of_path])
+    largest = max(map(max, gaps))
+    if largest > TOLERANCE:
+        warn(
+            f"effects should add up to within {TOLERANCE} of the mean change of the metric; "
+            f"got {largest:.2g} after {max(steps)} steps"
+        )
+    return replace(result, about=about | {"steps": steps, "gaps": [*map(_rounded, gaps)]})
 
 
 def _means(sites: Sites, start: Gradients, steps: Steps) -> dict[str, Mean]:
@@ -183,17 +216,6 @@ def _whole_change(sites: Sites, point: Point, base: Tensor) -> Tensor:
     return changed - base
 
 
-def _rounded(gaps: Tensor) -> list[float]:
+def _rounded(gaps: Sequence[float]) -> list[float]:
     """Return numbers with two digits."""
-    return [float(f"{share:.2g}") for share in gaps.tolist()]
-
-
-def _warn_of_gaps(paths: Sequence[Mean]) -> None:
-    """Warn if the effects of a point do not add up to the change of the metric."""
-    largest = max(float(path.gaps.max()) for path in paths)
-    if largest > TOLERANCE:
-        n_steps = max(path.steps[0] for path in paths)
-        warn(
-            f"effects should add up to within {TOLERANCE} of the mean change of the metric; "
-            f"got {largest:.2g} after {n_steps} steps"
-        )
+    return [float(f"{share:.2g}") for share in gaps]

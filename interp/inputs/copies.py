@@ -18,6 +18,7 @@ from torch import Tensor
 from hooks import ActivationCache
 from hooks.base import Placement, Text, axis_of_rows, is_listed, is_rounding, without_rows
 from interp.inputs.cached import text_of
+from interp.inputs.parts import part_now
 
 _OF_DECODER = {"decoder_input_ids", "decoder_attention_mask"}
 
@@ -78,9 +79,14 @@ def groups(
 ) -> tuple[int, ...] | None:
     """Return for each example the number of its text, or None if all texts are different.
 
+    A part of many examples records the hashes, so that copies in other parts are found too.
+
     Args:
         digests, agree: see `numbered`.
     """
+    if (part := part_now()) is not None:
+        part.digests = digests
+        part.compares_values = agree is not None
     numbers = numbered(digests, agree)
     return tuple(numbers) if len({*numbers}) < len(numbers) else None
 

@@ -19,6 +19,7 @@ from hooks.base import (
     writer_of,
 )
 from interp import plots
+from interp.inputs.parts import finished, n_before
 from interp.inputs.texts import batches
 from interp.numbers.precision import like
 from interp.numbers.ranks import largest_rows
@@ -123,7 +124,7 @@ def max_activating(
     require_integer("k", k)
     runner = runner_of(model)
     chosen = {"head": head, "neuron": neuron, "feature": feature}
-    largest: list[Activation] = []
+    largest = TopActivations()
     for first, text in batches(texts, model, batch):
         cache = runner.capture(text.tokens, names=point, **text.arguments(model))
         strength = _values(
@@ -140,12 +141,20 @@ def max_activating(
             activations[order].tolist(), places[order].tolist(), strict=True
         ):
             tokens_of_text = tuple(tokens[row][: lengths[row]])
-            largest.append(Activation(value, text=first + row, pos=column, tokens=tokens_of_text))
-        values = torch.tensor([place.value for place in largest], dtype=torch.float64)
-        largest = [largest[number] for number in largest_rows(values, k).tolist()]
-    if (write := writer_of(model)) is None:
-        return TopActivations(largest)
-    return TopActivations(place._replace(pieces=tuple(write([*place.tokens]))) for place in largest)
+            number = n_before() + first + row
+            largest.append(Activation(value, text=number, pos=column, tokens=tokens_of_text))
+        largest = largest_of(largest, k)
+    if (write := writer_of(model)) is not None:
+        largest = TopActivations(
+            place._replace(pieces=tuple(write([*place.tokens]))) for place in largest
+        )
+    return finished(largest, largest_of, k=k)
+
+
+def largest_of(places: TopActivations, k: int) -> TopActivations:
+    """Return the `k` largest values, the largest first. Of equal values, the first is first."""
+    values = torch.tensor([place.value for place in places], dtype=torch.float64)
+    return TopActivations(places[number] for number in largest_rows(values, k).tolist())
 
 
 def _values(

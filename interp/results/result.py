@@ -585,6 +585,10 @@ class Result(plots.Shown):
 
     def _save(self, path: Path) -> None:
         """Write the whole result as tensors and facts, which `load` reads."""
+        storage.save(path, _FORMAT, *self.packed())
+
+    def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the whole result as tensors and facts for a file; see `unpacked`."""
         tensors = {}
         for name in ("values", "base", "target"):
             if getattr(self, name) is not None:
@@ -592,7 +596,17 @@ class Result(plots.Shown):
         names = ("axes", "labels", "unit", "about", "is_ratio", "words", *_TUPLES[1:])
         facts = {name: getattr(self, name) for name in names}
         facts["labels"] = {axis: [*map(as_fact, labels)] for axis, labels in self.labels.items()}
-        storage.save(path, _FORMAT, tensors, facts)
+        return tensors, facts
+
+    @classmethod
+    def unpacked(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> "Result":
+        """Return the result of tensors and facts that `packed` made."""
+        # JSON has lists instead of tuples.
+        tuples = {name: tuple(fact) for name, fact in facts.items() if name in _TUPLES and fact}
+        labels_by_axis = facts["labels"].items()
+        labels = {axis: [*map(from_fact, labels)] for axis, labels in labels_by_axis}
+        attributes: dict[str, Any] = {**tensors, **facts, **tuples, "labels": labels}
+        return cls(**attributes)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Result":
@@ -613,11 +627,7 @@ class Result(plots.Shown):
                 f"suffix; got {os.fspath(path)}, which is for other programs"
             )
         with storage.opened(storage.path_of(path), _FORMAT) as (tensors, facts):
-            # JSON has lists instead of tuples.
-            tuples = {name: tuple(fact) for name, fact in facts.items() if name in _TUPLES and fact}
-            labels_by_axis = facts["labels"].items()
-            facts["labels"] = {axis: [*map(from_fact, labels)] for axis, labels in labels_by_axis}
-            return cls(**tensors, **facts | tuples)
+            return cls.unpacked(tensors, facts)
 
     def view(self) -> plots.View:
         """Draw the means as bars or heat maps; with more axes, return the largest means as text."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hooks.base import is_cancelled, warn, without_gradients
 from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
+from interp.inputs.parts import finished, part_now
 from interp.kinds import require_made
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.results.result import Result
@@ -61,12 +62,8 @@ class CircuitRuns(MaskedRuns):
         whole = circuit | ~circuit
         self.none = self(whole - whole)
         self.whole = self(whole)
-        gap = self.whole - self.none
-        size = torch.maximum(self.whole.abs(), self.none.abs())
-        if is_cancelled(gap.mean(), size.mean()):
-            raise ValueError(
-                "the metric must differ between the whole model and the empty circuit; got equal"
-            )
+        if part_now() is None:
+            _require_difference(self.none, self.whole)
 
     @without_gradients
     def __call__(self, circuit: Circuit) -> Float[Tensor, " example"]:
@@ -90,4 +87,26 @@ class CircuitRuns(MaskedRuns):
             about={"metric": repr(self.runs.metric)},
             groups=self.runs.groups,
         )
-        return effects.normalized()
+        return finished(effects, as_shares)
+
+
+def as_shares(effects: Result) -> Result:
+    """Return differences of the metric as shares of the whole model's difference.
+
+    Raises:
+        ValueError: if the metric of the whole model equals the metric of the empty circuit.
+    """
+    assert effects.base is not None
+    assert effects.target is not None
+    _require_difference(effects.base, effects.target)
+    return effects.normalized()
+
+
+def _require_difference(none: Float[Tensor, " example"], whole: Float[Tensor, " example"]) -> None:
+    """Check that the metric of the whole model differs from the metric of the empty circuit."""
+    gap = whole - none
+    size = torch.maximum(whole.abs(), none.abs())
+    if is_cancelled(gap.mean(), size.mean()):
+        raise ValueError(
+            "the metric must differ between the whole model and the empty circuit; got equal"
+        )

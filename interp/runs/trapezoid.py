@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks.base import progress_of, require_integer, to_device
+from interp.inputs.parts import require_whole
 
 TOLERANCE = 0.01
 """The largest gap without a warning."""
@@ -42,11 +43,13 @@ class Mean(NamedTuple):
         steps: the number of steps of each path.
         gaps: for each path and example, the absolute difference between the sum by `added` and the
             change of the metric, divided by the `size` of `averaged`.
+        changes: the change of the metric along each path, for each example.
     """
 
     values: Float[Tensor, "path *axes"]
     steps: list[int]
     gaps: Float[Tensor, "path batch"]
+    changes: Float[Tensor, "path batch"]
 
 
 def averaged(
@@ -72,13 +75,16 @@ def averaged(
         size: the number by which gaps are divided. Default: the mean absolute change of the metric.
 
     Raises:
-        ValueError: if steps are less than 1, or the metric is not finite at an end.
+        ValueError: if steps are less than 1, or the metric is not finite at an end. Or if steps are
+            `auto` in a part of many examples; see `interp.inputs.parts`.
 
     >>> import torch
     >>> at = lambda paths, share: (torch.tensor([[share**2]]), torch.tensor([[share**3 / 3]]))
-    >>> averaged(at, torch.zeros(1, 1), torch.zeros(1), lambda means: means, 4)
-    Mean(values=tensor([[0.3438]]), steps=[4], gaps=tensor([[0.0312]]))
+    >>> averaged(at, torch.zeros(1, 1), torch.zeros(1), lambda means: means, 4)[:3]
+    (tensor([[0.3438]]), [4], tensor([[0.0312]]))
     """
+    if steps == "auto":
+        require_whole("steps must be a number", "steps='auto'")
     require_integer("steps, if not 'auto',", 1 if steps == "auto" else steps)
     last, end = at(range(len(first)), 1.0)
     change = to_device(end - base, first.device)
@@ -103,5 +109,5 @@ def averaged(
         largest = gaps.amax(1).tolist()
         paths = [path for path in paths if largest[path] > TOLERANCE]
         if steps != "auto" or n_steps == _MOST or not paths:
-            return Mean(means, steps_of_paths, gaps)
+            return Mean(means, steps_of_paths, gaps, change)
         n_before, n_steps = n_steps, 2 * n_steps

@@ -1,4 +1,7 @@
-"""Engines run the jobs of a harvest. Ray provides processes, retries and transport."""
+"""Engines run the jobs of a harvest, and the parts of `over_examples`.
+
+Ray provides processes, retries and transport.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,17 +85,52 @@ class Ray:
                 "texts must be a path, a list or a table, because each worker reads them; "
                 f"got a {type(arguments[0]).__name__}"
             )
+        n_jobs = JOBS_OF_WORKER * self.workers
+        shards = [(number, n_jobs) for number in range(n_jobs)]
+        with progress_bar("jobs", total=n_jobs, unit="job") as count:
+            for _, _, error in self.outcomes(job, model, arguments, shards):
+                if error is not None:
+                    raise error from None
+                count()
+
+    def outcomes(
+        self,
+        job: Callable[..., Any],
+        model: Model,
+        arguments: tuple[Any, ...],
+        tasks: Sequence[Any],
+    ) -> Iterator[tuple[int, Any, BaseException | None]]:
+        """Run a job for each task, and yield the outcome of each task when it has ended.
+
+        If a worker dies, it is restarted and its task is repeated, at most `RETRIES` times.
+
+        Args:
+            job: a function that is called with the model, the arguments and a task.
+            model: see `harvest`. If it is a module, each worker gets a copy.
+            arguments: the arguments that all tasks share.
+            tasks: the tasks.
+
+        Yields:
+            The number of the task, the value that the job returned, and the error of the task, or
+            None.
+
+        Raises:
+            ImportError: if Ray is not installed.
+            ValueError: if `workers` is below 1.
+        """
+        require_integer("workers", self.workers)
         ray = library("ray", "hookscope[ray]")
         if not ray.is_initialized():
             ray.init()
         options = {"num_cpus": 1, **self.resources, "max_restarts": -1, "max_task_retries": RETRIES}
         actor: Any = ray.remote(_worker_class(job)).options(**options)
         references = ray.put(model), ray.put(arguments)
-        workers = [actor.remote(*references) for _ in range(self.workers)]
-        _run_jobs(ray, workers, JOBS_OF_WORKER * self.workers)
+        n_workers = min(self.workers, len(tasks))
+        workers = [actor.remote(*references) for _ in range(n_workers)]
+        yield from _run_tasks(ray, workers, tasks)
 
 
-def _worker_class(job: Callable[..., None]) -> type:
+def _worker_class(job: Callable[..., Any]) -> type:
     """Return the class of the processes that run a job."""
 
     class Worker:
@@ -102,40 +140,51 @@ def _worker_class(job: Callable[..., None]) -> type:
             self._model = loaded(model)
             self._arguments = arguments
 
-        def ready(self) -> int:
-            """Return 0, the number of finished jobs, as soon as the model is loaded."""
-            return 0
+        def ready(self) -> None:
+            """Return as soon as the model is loaded."""
 
-        def run(self, *shard: int) -> int:
-            """Run one job, and return 1, the number of finished jobs."""
-            job(self._model, *self._arguments, shard)
-            return 1
+        def run(self, task: Any) -> Any:
+            """Run the job for one task, and return its value."""
+            return job(self._model, *self._arguments, task)
 
     return Worker
 
 
-def _run_jobs(ray: Any, workers: Sequence[Any], n_jobs: int) -> None:
-    """Give each worker a job as soon as it is free, until all jobs have finished.
+def _run_tasks(
+    ray: Any, workers: Sequence[Any], tasks: Sequence[Any]
+) -> Iterator[tuple[int, Any, BaseException | None]]:
+    """Give each worker a task as soon as it is free, and yield the outcome of each task.
 
-    A worker gets its first job after it has started, because the cluster may not have room for all
+    A worker gets its first task after it has started, because the cluster may not have room for all
     workers.
     """
-    busy = {worker.ready.remote(): worker for worker in workers}
-    jobs = iter(range(n_jobs))
-    n_left = n_jobs
-    with progress_bar("jobs", total=n_jobs, unit="job") as count:
+    busy: dict[Any, tuple[Any, int | None]] = {}
+    for worker in workers:
+        busy[worker.ready.remote()] = worker, None
+    rest = iter(range(len(tasks)))
+    n_left = len(tasks)
+    try:
         while n_left:
-            (finished,), _ = ray.wait([*busy])
-            worker = busy.pop(finished)
+            (ended,), _ = ray.wait([*busy])
+            worker, number = busy.pop(ended)
+            value, error = None, None
             try:
-                n_done = ray.get(finished)
-            except ray.exceptions.RayTaskError as error:
-                raise error.cause from None
-            n_left -= n_done
-            count(n_done)
-            if (number := next(jobs, None)) is not None:
-                busy[worker.run.remote(number, n_jobs)] = worker
+                value = ray.get(ended)
+            except ray.exceptions.RayTaskError as failed:
+                error = failed.cause
+            except ray.exceptions.RayError as failed:
+                error = failed
+            if number is not None:
+                n_left -= 1
+                yield number, value, error
+            elif error is not None:
+                raise error
+            if (following := next(rest, None)) is not None:
+                busy[worker.run.remote(tasks[following])] = worker, following
             else:
-                # No job is left for this worker, so end it. A worker that was restarted, and that
-                # still has a job, may be waiting for its resources.
+                # No task is left for this worker, so end it. A worker that was restarted, and that
+                # still has a task, may be waiting for its resources.
                 ray.kill(worker)
+    finally:
+        for worker, _ in busy.values():
+            ray.kill(worker)

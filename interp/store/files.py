@@ -203,6 +203,41 @@ class Folder:
             return known
         return facts
 
+    def put(
+        self, name: str, kind: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
+    ) -> None:
+        """Write a file of tensors and facts, completely or not at all.
+
+        Args:
+            name: the name of the file.
+            kind: the kind of the file, for `whole`.
+            tensors: the tensors by name.
+            facts: the facts, which fit JSON.
+        """
+        if self._is_here:
+            storage.save(Path(self.path(name)), kind, tensors, facts)
+        else:
+            storage.write(file := io.BytesIO(), self.path(name), kind, tensors, facts)
+            self._system.pipe_file(self.path(name), file.getvalue())
+
+    def whole(self, name: str, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Return the tensors and facts of a file of `put` after a check of its checksums.
+
+        Return None if the file does not exist or is damaged.
+        """
+        path = self.path(name)
+        try:
+            if self._is_here:
+                with storage.opened(Path(path), kind) as content:
+                    return content
+            with storage.one_error(path, f"be a {kind}", CacheError):
+                data = self._system.cat_file(path)
+                tensors = safetensors.torch.load(data)
+                facts = dict(storage.unpacked(kind, tensors, _metadata_of(data)))
+                return tensors, facts
+        except (FileNotFoundError, CacheError):
+            return None
+
     def tidy(self) -> None:
         """Remove the unfinished files of killed jobs. Call this after all files are written."""
         for unfinished in self.names("values-*.partial"):
@@ -256,17 +291,8 @@ class Folder:
 
         Return None if the file does not exist or is damaged.
         """
-        path = self.path(name)
-        try:
-            if self._is_here:
-                with storage.opened(Path(path), KIND) as (_, facts):
-                    return facts
-            with storage.one_error(path, "be a file of a store", CacheError):
-                data = self._system.cat_file(path)
-                tensors = safetensors.torch.load(data)
-                return dict(storage.unpacked(KIND, tensors, _metadata_of(data)))
-        except (FileNotFoundError, CacheError):
-            return None
+        content = self.whole(name, KIND)
+        return None if content is None else content[1]
 
 
 def _is_sound(name: str, facts: Mapping[str, Any]) -> bool:

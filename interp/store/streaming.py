@@ -21,6 +21,7 @@ from hooks.base import (
     to_device,
     without_gradients,
 )
+from interp.inputs.parts import n_before
 from interp.inputs.texts import batches
 from interp.protocol import runner_of
 from interp.results.result import Result
@@ -113,7 +114,7 @@ def statistics(
                 rows = {"reading": table.values.movedim(-1, 0)}
                 number = torch.arange(len(text.tokens))
                 pos = torch.zeros_like(number)
-            yield StatisticsByPoint.of(rows, number + first, pos, **options)
+            yield StatisticsByPoint.of(rows, number + n_before() + first, pos, **options)
 
     return StatisticsByPoint.together(parts())
 

@@ -326,6 +326,10 @@ class StatisticsByPoint(dict[str, Statistics]):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the statistics to a file, for `load`."""
+        storage.save(storage.path_of(path), _KIND, *self.packed())
+
+    def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the statistics as tensors and facts for a file; see `unpacked`."""
         tensors: dict[str, Tensor] = {}
         facts: dict[str, Any] = {}
         for name, statistics in self.items():
@@ -336,7 +340,18 @@ class StatisticsByPoint(dict[str, Statistics]):
                     tensors[f"{name} {field.name}"] = value
                 else:
                     facts[name][field.name] = value
-        storage.save(storage.path_of(path), _KIND, tensors, facts)
+        return tensors, facts
+
+    @classmethod
+    def unpacked(
+        cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
+    ) -> "StatisticsByPoint":
+        """Return the statistics of tensors and facts that `packed` made."""
+        facts_of_point = {name: dict(plain) for name, plain in facts.items()}
+        for key, value in tensors.items():
+            name, _, field = key.rpartition(" ")
+            facts_of_point[name][field] = value
+        return cls({name: Statistics(**parts) for name, parts in facts_of_point.items()})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "StatisticsByPoint":
@@ -347,8 +362,4 @@ class StatisticsByPoint(dict[str, Statistics]):
             CacheError: if the file is damaged or does not contain statistics.
         """
         with storage.opened(storage.path_of(path), _KIND) as (tensors, facts):
-            facts_of_point = {name: dict(plain) for name, plain in facts.items()}
-            for key, value in tensors.items():
-                name, _, field = key.rpartition(" ")
-                facts_of_point[name][field] = value
-            return cls({name: Statistics(**parts) for name, parts in facts_of_point.items()})
+            return cls.unpacked(tensors, facts)

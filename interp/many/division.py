@@ -1,0 +1,289 @@
+"""The division of examples into parts: pairs or texts, with arguments that belong to examples.
+
+1. The model reads all examples once, so that every part has the same columns.
+2. Part n contains the examples from n * at_once on. A metric with a token for each example, and
+   arguments that `by_example` names, are divided in the same way.
+3. A metric of the user's own must return equal numbers for examples with equal logits. Otherwise it
+   contains data of single examples, and needs a method `rows`.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hooks.base import Text, Texts, each_text, require_integer, shown, without_gradients, writer_of
+from interp.inputs.texts import text_for
+from interp.inputs.token_positions import last_real, short
+from interp.measuring import (
+    Metric,
+    TokenMetric,
+    WordedMetric,
+    Writer,
+    in_words,
+    last_of,
+    metric_for,
+)
+from interp.pairs.pairs import Pairs
+from interp.protocol import logits_of
+
+Batch = Pairs | Text | list[Any]
+"""Examples: pairs, texts with the same columns, or a list of texts."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The examples and the arguments of one part.
+
+    Attributes:
+        number: the number of the part.
+        first: the number of its first example.
+        examples: the pairs or texts.
+        args: the arguments of the analysis after the examples.
+        options: the keyword arguments of the analysis.
+        words: texts in which results describe arguments, such as the metric, for this part.
+        is_whole: whether the part contains all examples.
+        name: the hash of all values; empty if parts are not stored.
+    """
+
+    number: int
+    first: int
+    examples: Batch
+    args: tuple[Any, ...]
+    options: Mapping[str, Any]
+    words: tuple[str, ...]
+    is_whole: bool = False
+    name: str = ""
+
+    @property
+    def last(self) -> int:
+        """The number of the last example."""
+        return self.first + len(self.rows) - 1
+
+    @property
+    def rows(self) -> Any:
+        """The examples in a form that has a length."""
+        return self.examples.tokens if isinstance(self.examples, Text) else self.examples
+
+    def __str__(self) -> str:
+        return f"part {self.number} (examples {self.first} to {self.last})"
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """All examples of a call of `over_examples`, as tokens, with all arguments.
+
+    Attributes:
+        examples: the pairs or texts.
+        args, options: the arguments of the analysis.
+        by_example: the names of options with an entry for each example.
+        columns: the words of all columns, by the direction of a result.
+        write: the function that returns the text of each token; None without a tokenizer.
+    """
+
+    examples: Batch
+    args: tuple[Any, ...]
+    options: Mapping[str, Any]
+    by_example: Sequence[str]
+    columns: Mapping[str | None, list[str]] = field(default_factory=dict)
+    write: Writer | None = None
+
+    def __len__(self) -> int:
+        examples = self.examples
+        return len(examples.tokens if isinstance(examples, Text) else examples)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The texts in which results describe arguments, such as the metric, for all examples."""
+        return _words(self.examples, self.args, self.options, self.by_example, self.write)
+
+    def part(self, number: int, at_once: int) -> Part:
+        """Return a part of at most `at_once` examples."""
+        first = number * at_once
+        rows = torch.arange(first, min(len(self), first + at_once))
+        options = dict(self.options)
+        for name in self.by_example:
+            options[name] = _rows_of(options[name], rows)
+        options = {name: _metric_rows(value, rows) for name, value in options.items()}
+        args = tuple(_metric_rows(value, rows) for value in self.args)
+        examples = _examples_rows(self.examples, rows)
+        words = _words(examples, args, options, self.by_example, self.write)
+        return Part(
+            number,
+            first,
+            examples,
+            args=args,
+            options=options,
+            words=words,
+            is_whole=len(rows) == len(self),
+        )
+
+
+def whole(
+    analysis: Callable[..., Any],
+    model: nn.Module,
+    examples: Pairs | Texts,
+    args: tuple[Any, ...],
+    options: Mapping[str, Any],
+    *,
+    by_example: Sequence[str],
+    at_once: int,
+    as_list: bool,
+) -> Whole:
+    """Read all examples with the model, and check that they can be divided.
+
+    Args:
+        analysis: the analysis.
+        model: the model.
+        examples, args, options, by_example, at_once: see `over_examples`.
+        as_list: whether texts stay a list, because the analysis pads batches itself.
+
+    Raises:
+        ValueError: if there are no examples, an option does not have an entry for each example, or
+            a metric cannot be divided.
+        TypeError: if the model cannot read the examples.
+    """
+    require_integer("at_once", at_once)
+    read: Batch
+    if isinstance(examples, Pairs):
+        read = examples.read_by(model)
+    elif as_list:
+        read = [*each_text(examples)]
+    else:
+        read = text_for(model, examples)
+    args = tuple(_read_metric(model, value) for value in args)
+    options = {name: _read_metric(model, value) for name, value in options.items()}
+    write = writer_of(model)
+    all_examples = Whole(
+        read,
+        args,
+        options,
+        by_example,
+        columns=_columns(model, read),
+        write=write,
+    )
+    if not len(all_examples):
+        raise ValueError("examples must contain at least one text; got none")
+    for name in by_example:
+        value = options.get(name)
+        if not hasattr(value, "__len__") or len(value) != len(all_examples):  # type: ignore[arg-type]
+            raise ValueError(
+                f"{name}= is named in by_example, so it must have an entry for each of the "
+                f"{len(all_examples)} examples; got {shown(value)}"
+            )
+    if (metric := _own_metric(analysis, read, args, options)) is not None:
+        text = read.text if isinstance(read, Pairs) else read
+        assert isinstance(text, Text)
+        _require_divisible(metric, model, text, min(at_once, len(all_examples)))
+    return all_examples
+
+
+def _examples_rows(examples: Batch, rows: Tensor) -> Batch:
+    """Return some examples, in a form that can be sent to another process."""
+    if isinstance(examples, list):
+        return [examples[number] for number in rows.tolist()]
+    if isinstance(examples, Text):
+        return examples.rows(rows.to(examples.tokens.device))
+    part = copy.copy(examples[rows])
+    # The function belongs to the tokenizer. The model that reads the part has it, too.
+    part._write = None
+    return part
+
+
+def _rows_of(value: Any, rows: Tensor) -> Any:
+    """Return the entries of some examples of an option."""
+    if isinstance(value, Tensor):
+        return value[rows.to(value.device)]
+    return [value[number] for number in rows.tolist()]
+
+
+def _read_metric(model: nn.Module, value: Any) -> Any:
+    """Return a metric with tokens in place of texts; other values are returned unchanged."""
+    return metric_for(model, value) if isinstance(value, WordedMetric) else value
+
+
+def _metric_rows(value: Any, rows: Tensor) -> Any:
+    """Return a metric of some examples; other values are returned unchanged."""
+    return value.rows(rows) if isinstance(value, TokenMetric) else value
+
+
+def _words(
+    examples: Batch,
+    args: Sequence[Any],
+    options: Mapping[str, Any],
+    by_example: Sequence[str],
+    write: Writer | None,
+) -> tuple[str, ...]:
+    """Return the texts in which results describe the metric and the options of examples."""
+    words = []
+    if isinstance(examples, Pairs) and examples.has_metric:
+        words.append(repr(in_words(examples.rows().metric, write)))
+    metrics = [value for value in (*args, *options.values()) if isinstance(value, TokenMetric)]
+    words += [repr(in_words(metric, write)) for metric in metrics]
+    words += [short(options[name]) for name in by_example]
+    return tuple(words)
+
+
+def _columns(model: nn.Module, examples: Batch) -> dict[str | None, list[str]]:
+    """Return the words of all columns, for each direction of the pairs and for texts alone."""
+    if isinstance(examples, list):
+        return {}
+    if isinstance(examples, Text):
+        orders: dict[str | None, tuple[Text, ...]] = {None: (examples,)}
+    else:
+        orders = {None: (examples.text,)}
+        if examples.other is not None:
+            orders |= {"noising": examples.texts("noising")}
+            orders |= {"denoising": examples.texts("denoising")}
+    words = {order: texts[0].words(model, *texts[1:]) for order, texts in orders.items()}
+    return {order: columns for order, columns in words.items() if columns}
+
+
+def _own_metric(
+    analysis: Callable[..., Any], examples: Batch, args: tuple[Any, ...], options: Mapping[str, Any]
+) -> Metric | None:
+    """Return the metric of the call if it is a function of the user without a method `rows`."""
+    metric: Any = examples._metric if isinstance(examples, Pairs) else None
+    try:
+        bound = inspect.signature(analysis).bind(None, None, *args, **options)
+    # The analysis itself raises a better error.
+    except (TypeError, ValueError):
+        return None
+    metric = bound.arguments.get("metric", metric)
+    if not callable(metric) or hasattr(metric, "rows") or isinstance(examples, list):
+        return None
+    return metric
+
+
+@without_gradients
+def _require_divisible(metric: Metric, model: nn.Module, text: Text, at_once: int) -> None:
+    """Check that a metric contains no data of single examples.
+
+    All examples get the logits of the first example. Then a metric without data of examples returns
+    equal numbers for all examples, and for the examples of a part.
+
+    Raises:
+        ValueError: if the numbers differ, or the metric does not accept a part.
+    """
+    n = len(text.tokens)
+    first = text.rows(slice(0, 1))
+    mask = first.of_logits.attention_mask
+    logits = logits_of(model(first.tokens, **first.arguments(model)))
+    logits = last_real(logits, last_of(metric, mask), mask)
+    cause = None
+    try:
+        values = [metric(logits.expand(size, -1, -1)) for size in (n, at_once)]
+        is_divisible = [*map(len, values)] == [n, at_once] and all(
+            torch.allclose(part.double(), values[0][0].double(), rtol=1e-4) for part in values
+        )
+    except (IndexError, RuntimeError, ValueError, TypeError) as error:
+        is_divisible, cause = False, error
+    if not is_divisible:
+        raise ValueError(
+            "a metric with data of single examples must have a method rows(numbers), which returns "
+            f"the metric of some examples, so that it can be divided; got {metric!r}"
+        ) from cause

@@ -1,0 +1,357 @@
+"""The results of parts: join them, and write them to files.
+
+1. `Outcome` is the result of one part, with the step that finishes the joined result, and the
+   hashes of the texts whose copies it numbers.
+2. The results are joined along the axis `example`. Words of positions, the description of the
+   metric and the numbers of copies are those of all examples.
+3. The step of the analysis finishes the joined result, for example with means over all examples.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hooks.base import is_rounding, shown, warn
+from interp.effects import edges, integrated_gradients
+from interp.inputs import parts as running
+from interp.inputs.copies import groups
+from interp.inputs.parts import UNFINISHED
+from interp.many.division import Part, Whole
+from interp.reading.maxima import Activation, TopActivations, largest_of
+from interp.results.result import Result
+from interp.runs.circuit_runs import as_shares
+from interp.store.summary import StatisticsByPoint
+
+Packed = tuple[dict[str, Tensor], dict[str, Any]]
+"""Tensors and facts for a file."""
+
+_FINISHES: dict[str, Callable[..., Any]] = {
+    "edges": edges.with_gaps,
+    "integrated gradients": integrated_gradients.with_gaps,
+    "shares": as_shares,
+    "largest": largest_of,
+}
+"""The functions that finish joined results, by their names in files."""
+
+_POSITIONS = ("pos", "query", "key")
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """The result of one part.
+
+    Attributes:
+        result: the result of the analysis, on the CPU.
+        finish: the name of the function that finishes the joined result; empty for none.
+        options: the options of this function.
+        digests: a hash of the texts of each example; None if the analysis numbered no copies.
+        compares_values: whether copies must also have equal values.
+    """
+
+    result: Any
+    finish: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    digests: Sequence[str] | None = None
+    compares_values: bool = False
+
+    @classmethod
+    def of(cls, result: Any, part: running.Part) -> "Outcome":
+        """Return the outcome of a part that has run.
+
+        Raises:
+            TypeError: if results of this kind cannot be joined.
+        """
+        kind = _kind_of(result)
+        name = ""
+        if part.finish is not None:
+            name = next(name for name, step in _FINISHES.items() if step is part.finish)
+        digests = None if part.digests is None else [*part.digests]
+        return cls(
+            kind.on_cpu(result),
+            finish=name,
+            options=dict(part.options),
+            digests=digests,
+            compares_values=part.compares_values,
+        )
+
+    def packed(self) -> Packed:
+        """Return the outcome as tensors and facts for a file."""
+        tensors, facts = _kind_of(self.result).pack(self.result)
+        names = ("finish", "options", "digests", "compares_values")
+        more = {name: getattr(self, name) for name in names}
+        return tensors, {"kind": type(self.result).__name__, "facts": facts, **more}
+
+    @classmethod
+    def unpacked(cls, tensors: dict[str, Tensor], facts: dict[str, Any]) -> "Outcome":
+        """Return the outcome of tensors and facts that `packed` made."""
+        kinds = {kind.type.__name__: kind for kind in _KINDS}
+        kind = kinds[facts.pop("kind")]
+        return cls(kind.unpack(tensors, facts.pop("facts")), **facts)
+
+
+def joined(outcomes: Sequence[Outcome], parts: Sequence[Part], whole: Whole) -> Any:
+    """Return the result of all parts together.
+
+    Args:
+        outcomes: the outcome of each part.
+        parts: the parts.
+        whole: all examples.
+
+    Raises:
+        ValueError: if the results of parts differ in axes, labels or unit.
+    """
+    result = _kind_of(outcomes[0].result).join(outcomes, parts, whole)
+    name = outcomes[0].finish
+    return _FINISHES[name](result, **outcomes[0].options) if name else result
+
+
+def _joined_results(outcomes: Sequence[Outcome], parts: Sequence[Part], whole: Whole) -> Result:
+    """Return one `Result` of the examples of all parts."""
+    results: list[Result] = [outcome.result for outcome in outcomes]
+    first = results[0]
+    if any(result.is_ratio for result in results):
+        raise ValueError(
+            "shares of target - base depend on all examples: return the effects from the analysis, "
+            "and call normalized() on the joined result"
+        )
+    for name in ("axes", "unit", "bounds", "counts"):
+        if any(getattr(result, name) != getattr(first, name) for result in results):
+            raise ValueError(f"all parts must have the same {name}; got different {name}")
+    labels = _labels(results)
+    values = torch.cat([_at_labels(result, labels) for result in results], -1)
+    groups_of_all = _groups(outcomes, values)
+    return replace(
+        first,
+        values=values,
+        base=_cat([result.base for result in results]),
+        target=_cat([result.target for result in results]),
+        labels=labels,
+        about=_facts(results, parts, whole),
+        words=_words(results, labels, whole),
+        groups=groups_of_all,
+    )
+
+
+def _labels(results: Sequence[Result]) -> dict[str, Sequence[Any]]:
+    """Return the labels by axis, without the axis `example`.
+
+    A position that is padding in all texts of a part may be missing in this part.
+
+    Raises:
+        ValueError: if another axis has different labels in two parts.
+    """
+    labels: dict[str, Sequence[Any]] = {}
+    for axis in results[0].axes[:-1]:
+        all_labels = [result.labels[axis] for result in results]
+        if all(part == all_labels[0] for part in all_labels):
+            labels[axis] = all_labels[0]
+        elif axis in _POSITIONS:
+            labels[axis] = tuple(sorted(set().union(*all_labels)))
+        else:
+            raise ValueError(
+                f"all parts must have the same labels of {axis}, but the analysis selects them "
+                "from the examples of a part: choose them by an argument of the analysis, or run "
+                "all examples in one part"
+            )
+    return labels
+
+
+def _at_labels(result: Result, labels: Mapping[str, Sequence[Any]]) -> Tensor:
+    """Return the values at all labels, with 0 at positions that are missing in this part."""
+    values = result.values
+    for dim, (axis, names) in enumerate(labels.items()):
+        if result.labels[axis] != tuple(names):
+            shape = [*values.shape]
+            shape[dim] = len(names)
+            index = torch.tensor([names.index(label) for label in result.labels[axis]])
+            values = values.new_zeros(shape).index_copy_(dim, index, values)
+    return values
+
+
+def _cat(metrics: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the metrics of all examples; None if a part has none."""
+    parts = [metric for metric in metrics if metric is not None]
+    return torch.cat(parts) if len(parts) == len(metrics) else None
+
+
+def _groups(outcomes: Sequence[Outcome], values: Tensor) -> tuple[int, ...] | None:
+    """Return the number of each example's text, so that copies in different parts agree."""
+    digests: list[str] = []
+    for outcome in outcomes:
+        if outcome.digests is None:
+            return None
+        digests += outcome.digests
+    if len(digests) != values.shape[-1]:
+        return None
+    columns = values.reshape(-1, values.shape[-1])
+
+    def agree(first: int, second: int) -> bool:
+        return bool(is_rounding(columns[:, first], columns[:, second]).all())
+
+    return groups(digests, agree if outcomes[0].compares_values else None)
+
+
+def _words(
+    results: Sequence[Result], labels: Mapping[str, Sequence[Any]], whole: Whole
+) -> dict[str, Sequence[str]]:
+    """Return the words of labels; the words of positions are the words of all texts."""
+    words: dict[str, Sequence[str]] = {}
+    columns = whole.columns.get(results[0].about.get("direction"))
+    for axis, first in results[0].words.items():
+        if axis in _POSITIONS and columns is not None:
+            words[axis] = [columns[label] for label in labels[axis]]
+        elif all(result.words.get(axis) == first for result in results):
+            words[axis] = first
+    return words
+
+
+def _facts(results: Sequence[Result], parts: Sequence[Part], whole: Whole) -> dict[str, Any]:
+    """Return the facts of all examples, `about`.
+
+    Warns:
+        UserWarning: if a fact differs between parts, and is therefore left out.
+    """
+    in_words = whole.words
+    facts: dict[str, Any] = {}
+    described = [part.words for part in parts]
+    for name, first in results[0].about.items():
+        values: list[Any] = [result.about.get(name) for result in results]
+        if name == UNFINISHED:
+            facts[name] = _unfinished(values)
+        elif (place := _place(values, described)) is not None:
+            facts[name] = in_words[place]
+        elif all(value == first for value in values) and name != "texts":
+            facts[name] = first
+        elif _are_of_examples(values, results):
+            facts[name] = [entry for value in values for entry in value]
+        elif name == "gap":
+            facts[name] = max(values)
+        else:
+            warn(f"{name} in about differs between parts of the examples, and is left out")
+    return facts
+
+
+def _place(values: Sequence[Any], described: Sequence[Sequence[str]]) -> int | None:
+    """Return the number of the argument that a fact describes in every part; None for none."""
+    for place in range(len(described[0])):
+        if all(value == words[place] for value, words in zip(values, described, strict=True)):
+            return place
+    return None
+
+
+def _are_of_examples(values: Sequence[Any], results: Sequence[Result]) -> bool:
+    """Return True if a fact is a list with an entry for each example in every part."""
+    return all(
+        isinstance(value, list | tuple) and len(value) == result.shape[-1]
+        for value, result in zip(values, results, strict=True)
+    )
+
+
+def _unfinished(sums: Sequence[Any]) -> dict[str, dict[str, Any]]:
+    """Return the joined numbers of unfinished results; see `interp.inputs.parts`."""
+    first = sums[0]
+    examples = {}
+    for name in first["examples"]:
+        arrays = [torch.tensor(part["examples"][name], dtype=torch.float64) for part in sums]
+        examples[name] = torch.cat(arrays, -1).tolist()
+    largest = {
+        name: _largest([part["largest"][name] for part in sums]) for name in first["largest"]
+    }
+    return {"examples": examples, "largest": largest}
+
+
+def _largest(values: Sequence[Any]) -> Any:
+    """Return the largest number, or for lists the largest number at each place."""
+    return [*map(max, *values)] if isinstance(values[0], list) and len(values) > 1 else max(values)
+
+
+def _joined_largest(
+    outcomes: Sequence[Outcome], parts: Sequence[Part], whole: Whole
+) -> TopActivations:
+    """Return the largest values of all parts, in the order of the parts."""
+    places = TopActivations()
+    for outcome in outcomes:
+        places += outcome.result
+    return places
+
+
+def _joined_statistics(
+    outcomes: Sequence[Outcome], parts: Sequence[Part], whole: Whole
+) -> StatisticsByPoint:
+    """Return the statistics of all rows."""
+    return StatisticsByPoint.together(outcome.result for outcome in outcomes)
+
+
+def _result_on_cpu(result: Result) -> Result:
+    """Return a result with all tensors on the CPU."""
+    return replace(
+        result,
+        values=result.values.detach().cpu(),
+        base=None if result.base is None else result.base.detach().cpu(),
+        target=None if result.target is None else result.target.detach().cpu(),
+    )
+
+
+def _pack_largest(places: TopActivations) -> Packed:
+    return {}, {"places": [[*place] for place in places]}
+
+
+def _unpack_largest(tensors: dict[str, Tensor], facts: dict[str, Any]) -> TopActivations:
+    places = TopActivations()
+    for value, text, pos, tokens, pieces in facts["places"]:
+        in_pieces = None if pieces is None else tuple(pieces)
+        places.append(Activation(value, text, pos, tokens=tuple(tokens), pieces=in_pieces))
+    return places
+
+
+class _Kind(NamedTuple):
+    """A kind of result.
+
+    Attributes:
+        type: its class.
+        join: a function that joins the results of parts.
+        on_cpu: a function that moves a result to the CPU.
+        pack, unpack: functions to tensors and facts for a file, and back.
+    """
+
+    type: type
+    join: Callable[[Sequence[Outcome], Sequence[Part], Whole], Any]
+    on_cpu: Callable[[Any], Any]
+    pack: Callable[[Any], Packed]
+    unpack: Callable[[dict[str, Tensor], dict[str, Any]], Any]
+
+
+def _same(result: Any) -> Any:
+    return result
+
+
+_KINDS = (
+    _Kind(Result, _joined_results, _result_on_cpu, Result.packed, Result.unpacked),
+    _Kind(TopActivations, _joined_largest, _same, _pack_largest, _unpack_largest),
+    _Kind(
+        StatisticsByPoint,
+        _joined_statistics,
+        _same,
+        StatisticsByPoint.packed,
+        StatisticsByPoint.unpacked,
+    ),
+)
+
+
+def _kind_of(result: Any) -> _Kind:
+    """Return the kind of a result.
+
+    Raises:
+        TypeError: if results of this kind cannot be joined.
+    """
+    for kind in _KINDS:
+        if isinstance(result, kind.type):
+            return kind
+    known = ", ".join(kind.type.__name__ for kind in _KINDS)
+    raise TypeError(
+        f"over_examples joins results of parts, so the analysis must return one of {known}; got "
+        f"{shown(result)}"
+    )

@@ -1,0 +1,321 @@
+"""Analyses of parts of examples equal the analysis of all examples, on any executor."""
+
+import multiprocessing
+import pickle
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+
+from hooks import HookError
+from interp import (
+    Pairs,
+    activation_patching,
+    attribution_patching,
+    completeness,
+    edge_attribution,
+    edits,
+    faithfulness,
+    integrated_gradients,
+    kl_divergence,
+    log_prob,
+    logit_diff,
+    max_activating,
+    node_effects,
+    over_examples,
+    path_patching,
+    sweep,
+)
+from interp.graph import Graph, circuits
+from interp.store import Ray, statistics
+from tests.interp.many.analyses import VOCAB, direct, make_model, patched_once
+
+N, POS, AT_ONCE = 7, 5, 3
+CLEAN, CORRUPTED = torch.randint(VOCAB, (2, N, POS), generator=torch.Generator().manual_seed(1))
+# A text occurs in two parts, with the same and with another corrupted text.
+CLEAN[6], CLEAN[4] = CLEAN[1], CLEAN[0]
+CORRUPTED[6] = CORRUPTED[1]
+RIGHT, WRONG = torch.arange(3, 3 + N), torch.arange(12, 12 + N)
+MASK = torch.ones(N, POS)
+MASK[2, :2], MASK[5, :1] = 0, 0
+PAIRS = Pairs(CLEAN, CORRUPTED, torch.stack([RIGHT, WRONG], 1), attention_mask=MASK)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def circuit(model):
+    return circuits.greedy(Graph(model), edge_attribution(model, PAIRS), 9)
+
+
+def require_equal(joined, whole):
+    """Check that two results are equal, up to the rounding of float64."""
+    largest = whole.values.nan_to_num().abs().max().item()
+    close = partial(torch.testing.assert_close, rtol=0, atol=1e-12 * largest, equal_nan=True)
+    close(joined.values, whole.values)
+    for name in ("base", "target"):
+        if getattr(whole, name) is None:
+            assert getattr(joined, name) is None
+        else:
+            torch.testing.assert_close(getattr(joined, name), getattr(whole, name))
+    for name in ("axes", "labels", "words", "groups", "unit", "is_ratio", "bounds"):
+        assert getattr(joined, name) == getattr(whole, name), name
+    # The gaps of sums are rounding here.
+    about = {name: fact for name, fact in whole.about.items() if name not in ("node_gap", "gap")}
+    assert {name: joined.about[name] for name in about} == about
+    assert joined.about.keys() == whole.about.keys()
+
+
+def metric_of_each(logits):
+    """Return a number that needs no data of examples."""
+    return logits[:, -1, 3] - logits[:, -1].logsumexp(-1)
+
+
+REFERENCE = torch.randn(N, POS, VOCAB, dtype=torch.float64)
+GAPS = "ignore:.*should add up to within"
+CASES = {
+    "patching": (activation_patching, PAIRS, ("z",), {}),
+    "patching noising": (activation_patching, PAIRS, (), {"direction": "noising", "layers": 1}),
+    "ablation": (activation_patching, PAIRS, ("z",), {"edit": edits.zero()}),
+    "attribution": (attribution_patching, PAIRS, ("z",), {}),
+    "grad_drop": (attribution_patching, PAIRS, ("mlp_out",), {"grad_drop": True}),
+    "edges": (edge_attribution, PAIRS, (), {}),
+    "edges by position": (edge_attribution, PAIRS, ("eap", "pos"), {}),
+    "edges along a path": (edge_attribution, PAIRS, ("eap_ig_inputs",), {"steps": 2}),
+    "integrated": (integrated_gradients, PAIRS, ("mlp_out",), {"steps": 3}),
+    "nodes": (node_effects, PAIRS, (), {}),
+    "paths": (path_patching, PAIRS, (), {}),
+    "metric of tokens": (
+        activation_patching,
+        PAIRS.measured_by(logit_diff(RIGHT.tolist(), 4)),
+        ("z",),
+        {},
+    ),
+    "metric of a reference": (
+        attribution_patching,
+        PAIRS.measured_by(kl_divergence(REFERENCE, None, attention_mask=MASK)),
+        ("z",),
+        {},
+    ),
+    "metric of one's own": (activation_patching, PAIRS.measured_by(metric_of_each), ("z",), {}),
+    "sweep": (
+        sweep,
+        CLEAN,
+        ([{"blocks.1.mlp_out": edits.zero()}], log_prob(RIGHT)),
+        {},
+    ),
+}
+
+
+@pytest.mark.filterwarnings(GAPS)
+@pytest.mark.parametrize("name", CASES)
+def test_parts_equal_the_whole(model, name):
+    analysis, examples, args, options = CASES[name]
+    whole = analysis(model, examples, *args, **options)
+    joined = over_examples(analysis, make_model, examples, *args, at_once=AT_ONCE, **options)
+    require_equal(joined, whole)
+
+
+@pytest.mark.parametrize("analysis", [faithfulness, completeness])
+@pytest.mark.filterwarnings("ignore:the circuit was found on")
+def test_shares_are_divided_by_the_mean_of_all_examples(model, circuit, analysis, tmp_path):
+    whole = analysis(model, PAIRS, circuit)
+    for _ in range(2):
+        joined = over_examples(analysis, make_model, PAIRS, circuit, at_once=AT_ONCE, out=tmp_path)
+        require_equal(joined, whole)
+
+
+def test_arguments_of_examples_are_divided(model):
+    over = partial(over_examples, direct, make_model, CLEAN, at_once=AT_ONCE)
+    joined = over(right=RIGHT, by_example=["right"])
+    require_equal(joined, direct(model, CLEAN, right=RIGHT))
+    assert joined.groups is None
+    with pytest.raises(ValueError, match=r"right= is named .* of the 7 examples; got .*"):
+        over(right=RIGHT[:3], by_example=["right"])
+    # With one token for all texts, examples with one text are copies, also in different parts.
+    joined = over(right=5)
+    require_equal(joined, direct(model, CLEAN, right=5))
+    assert joined.groups == (0, 1, 2, 3, 0, 4, 1)
+
+
+def test_answers_of_several_tokens(model):
+    answers = [((3, 5), (7,)), *[((n, 4), (2, n, 6)) for n in range(N - 1)]]
+    tensors = [tuple(torch.tensor(answer) for answer in pair) for pair in answers]
+    mask = torch.ones(N, POS)
+    mask[:AT_ONCE, 3:] = 0
+    pairs = Pairs(CLEAN, CORRUPTED, tensors, attention_mask=mask)
+    whole = activation_patching(model, pairs, "mlp_out")
+    joined = over_examples(activation_patching, make_model, pairs, "mlp_out", at_once=AT_ONCE)
+    require_equal(joined, whole)
+
+
+LISTS = [[n, 3, 1 + n % 4, *[7] * (n % 3)] for n in range(11)]
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_largest_values_and_statistics_of_many_texts(model, folder, tmp_path):
+    out = tmp_path if folder else None
+    over = partial(over_examples, at_once=4, out=out)
+    for _ in range(1 + folder):
+        places = over(max_activating, make_model, LISTS, "blocks.1.mlp.post", neuron=5, k=6)
+        expected = max_activating(model, LISTS, "blocks.1.mlp.post", neuron=5, k=6)
+        assert [place[1:] for place in places] == [place[1:] for place in expected]
+        values = [[place.value for place in listed] for listed in (places, expected)]
+        assert values[0] == pytest.approx(values[1], rel=1e-12)
+        names, options = "blocks.*.mlp_out", {"top": 3, "sample": 9}
+        found = over(statistics, make_model, LISTS, names, **options)
+        wanted = statistics(model, LISTS, names, **options)
+        for name, one in wanted.items():
+            assert found[name].n == one.n
+            for field in ("mean", "products", "top_values", "sample", "keys"):
+                torch.testing.assert_close(getattr(found[name], field), getattr(one, field))
+            assert torch.equal(found[name].top_places, one.top_places)
+
+
+def test_one_part_may_depend_on_all_examples(model):
+    options = {"edit": edits.noise(0.5), "site": "mlp_out"}
+    joined = over_examples(activation_patching, make_model, PAIRS, **options)
+    require_equal(joined, activation_patching(model, PAIRS, **options))
+
+
+def test_threads_give_the_result_of_one_thread(model):
+    whole = edge_attribution(model, PAIRS)
+    with ThreadPoolExecutor(3) as executor:
+        joined = over_examples(edge_attribution, make_model, PAIRS, at_once=2, executor=executor)
+    require_equal(joined, whole)
+
+
+def test_a_dead_worker_is_named_and_its_part_is_repeated(model, tmp_path):
+    """The process dies in part 1. A second call runs only the parts that are missing."""
+    count, out = tmp_path / "count", tmp_path / "out"
+    pairs = Pairs(CLEAN, CORRUPTED, metric=log_prob(RIGHT))
+    over = partial(over_examples, patched_once, make_model, pairs, str(count), at_once=AT_ONCE)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as executor, pytest.raises(HookError) as told:
+        over(executor=executor, out=out)
+    assert "died while it ran part 1 (examples 3 to 5); call again" in str(told.value)
+    assert len([*out.glob("part-*.safetensors")]) == 1
+    assert not [*out.glob("*.partial")]
+    whole = activation_patching(model, pairs, "z")
+    for _ in range(2):
+        require_equal(over(out=out), whole)
+        assert len(count.read_text().splitlines()) == 4
+
+
+def patched(model, pairs, scale, calls, fails=()):
+    """Patch pairs, and record the first token of each part."""
+    calls.append(pairs.clean[0, 0].item())
+    if len(calls) in fails:
+        raise OSError("the disk is full")
+    return activation_patching(model, pairs, "z")
+
+
+class Calls(list):
+    """A list that is equal to any other list for the hash of a part."""
+
+    def __reduce__(self):
+        return Calls, ()
+
+
+def test_finished_parts_are_found_by_their_values(model, tmp_path):
+    calls = Calls()
+    over = partial(over_examples, patched, make_model, at_once=AT_ONCE, out=tmp_path)
+    over(PAIRS, 1.0, calls, fails=Calls())
+    with pytest.raises(OSError, match="the disk is full") as told:
+        over(PAIRS[:6], 2.0, calls, fails=[5])
+    assert told.value.__notes__ == ["this error was raised in part 1 (examples 3 to 5)"]
+    assert len(calls) == 5
+    over(PAIRS, 1.0, calls, fails=Calls())
+    assert len(calls) == 5
+    # A token far inside a tensor, an answer or another weight is another value.
+    other = CLEAN.clone()
+    other[6, 4] = (other[6, 4] + 1) % VOCAB
+    answers = torch.stack([RIGHT, WRONG], 1)
+    over(Pairs(other, CORRUPTED, answers, attention_mask=MASK), 1.0, calls, fails=Calls())
+    assert calls[5:] == [CLEAN[6, 0]]
+    changed = make_model()
+    changed.blocks[1].mlp.W_out.data[7, 5] += 1e-9
+    partial(over_examples, patched, changed, at_once=AT_ONCE, out=tmp_path)(
+        PAIRS, 1.0, calls, fails=Calls()
+    )
+    assert len(calls) == 6 + 3
+    # A damaged file counts as missing.
+    path = sorted(tmp_path.glob("part-*.safetensors"))[0]
+    path.write_bytes(path.read_bytes()[:-3])
+    n = len(calls)
+    over(PAIRS, 1.0, calls, fails=Calls())
+    over(PAIRS[:6], 2.0, calls, fails=[5])
+    over(Pairs(other, CORRUPTED, answers, attention_mask=MASK), 1.0, calls, fails=Calls())
+    assert len(calls) <= n + 2
+
+
+def test_shards_are_joined_by_a_later_call(model, tmp_path):
+    whole = attribution_patching(model, PAIRS, "z")
+    over = partial(over_examples, attribution_patching, make_model, PAIRS, "z", at_once=2)
+    own = over(out=tmp_path, shard=(1, 3))
+    torch.testing.assert_close(own.values, whole.values[..., 2:4])
+    over(out=tmp_path, shard=(0, 3))
+    with pytest.raises(ValueError, match=r"part 2 \(examples 4 to 5\): call .* shard=\(2, 3\)$"):
+        over(out=tmp_path)
+    over(out=tmp_path, shard=(2, 3))
+    require_equal(over(out=tmp_path), whole)
+    for shard, message in (((3, 3), "0 <= rank"), ((0, 5), "got 4 parts")):
+        with pytest.raises(ValueError, match=message):
+            over(out=tmp_path, shard=shard)
+    with pytest.raises(ValueError, match="shard needs out="):
+        over(shard=(0, 2))
+
+
+def test_what_depends_on_all_examples_is_an_error():
+    over = partial(over_examples, make_model=make_model, examples=PAIRS, at_once=AT_ONCE)
+    with pytest.raises(ValueError, match="steps must be a number in over_examples, because"):
+        over(integrated_gradients)
+    for edit in (edits.noise(0.5), edits.resample(torch.randn(AT_ONCE, POS, 12))):
+        with pytest.raises(ValueError, match="edits must not draw"):
+            over(activation_patching, edit=edit, site="mlp_out")
+    tokens = RIGHT
+    with pytest.raises(ValueError, match=r"must have a method rows\(numbers\)"):
+        over(
+            activation_patching,
+            examples=PAIRS.measured_by(lambda logits: logits[range(N), -1, tokens]),
+        )
+    # The first numbers of `tokens` would be used in every part.
+    with pytest.raises(ValueError, match=r"must have a method rows\(numbers\)"):
+        over(
+            activation_patching,
+            examples=PAIRS.measured_by(lambda logits: logits[:, -1, tokens].diagonal()),
+        )
+    with pytest.raises(ValueError, match="call normalized"):
+        over(lambda model, pairs: activation_patching(model, pairs, "z").normalized())
+    with pytest.raises(TypeError, match="must return one of Result, .*; got 3"):
+        over(lambda model, pairs: 3)
+    with pytest.raises(TypeError, match="executor must have submit"):
+        over(activation_patching, executor=8)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("default")
+def test_a_ray_cluster_gives_the_result_of_one_process(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    ray = pytest.importorskip("ray", reason="needs the extra ray")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        over = partial(over_examples, attribution_patching, make_model, PAIRS, at_once=AT_ONCE)
+        joined = over("z", executor=Ray(workers=2))
+        require_equal(joined, attribution_patching(model, PAIRS, "z"))
+        stored = over("z", executor=Ray(workers=2), out=tmp_path)
+        require_equal(stored, joined)
+        with pytest.raises(ValueError, match="layers must be among") as told:
+            over("z", layers=5, executor=Ray(workers=2))
+        assert "part" in told.value.__notes__[0]
+    finally:
+        ray.shutdown()
+
+
+def test_metrics_of_answers_can_be_sent_to_other_processes():
+    part = PAIRS[:2]
+    assert repr(pickle.loads(pickle.dumps(part)).metric) == repr(part.metric)
