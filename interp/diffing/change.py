@@ -11,10 +11,11 @@ A large difference is not an important one. So each table has controls: the same
 directions, for other texts, and for shuffled texts or models.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +23,14 @@ from torch import Tensor, nn
 from hooks.base import (
     Texts,
     each_text,
-    generator,
+    require_integer,
     shown,
     shows_progress,
     without_gradients,
     writer_of,
 )
 from interp import plots
-from interp.diffing.matrices import WeightChanges, weight_changes
+from interp.diffing.matrices import MatrixChange, WeightChanges, weight_changes
 from interp.diffing.means import means_of
 from interp.diffing.promoted import DifferenceLens, directions_of, promoted
 from interp.diffing.streams import StreamChange, stream_change
@@ -50,6 +51,65 @@ Checkpoints = (
 """One tuned model or several checkpoints; see `compare_models`."""
 
 _TEXTS_SHOWN = 3
+
+
+class LayerChange(NamedTuple):
+    """The mean difference of the stream in one layer.
+
+    Attributes:
+        layer: the layer.
+        difference: the mean over all tokens of the difference, relative to the base.
+        other_texts: the same number between the base on two texts.
+    """
+
+    layer: int
+    difference: float
+    other_texts: float
+
+
+class TokenChange(NamedTuple):
+    """The divergence of the prediction after one token.
+
+    Attributes:
+        text, pos: the number of the text, and the position in it.
+        token: the text of the token, or its number without a tokenizer.
+        kl: KL(tuned ‖ base) in nats.
+        random: the same number for the base with a random direction of the size of the difference.
+    """
+
+    text: int
+    pos: int
+    token: Any
+    kl: float
+    random: float
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TopChanges:
+    """The layers, the weights and the tokens that changed most.
+
+    Attributes:
+        layers: the layers with the largest difference of the stream.
+        weights: the weights with the largest relative change; only weights that changed.
+        tokens: the tokens after which the predictions differ most.
+    """
+
+    layers: list[LayerChange]
+    weights: list[MatrixChange]
+    tokens: list[TokenChange]
+
+    def __repr__(self) -> str:
+        lines = []
+        for layer, difference, other_texts in self.layers:
+            control = "" if math.isnan(other_texts) else f" (other texts {other_texts:.4g})"
+            lines.append(f"layer {layer}: difference of the stream {difference:.4g}{control}")
+        for weight in self.weights:
+            parts = weight.parts_in_words()
+            lines.append(f"{weight.name}: relative change {weight.relative:.4g}{parts}")
+        for text, pos, token, kl, random in self.tokens:
+            control = "" if math.isnan(random) else f" (random {random:.4g})"
+            lines.append(f"text {text}, pos {pos} {token!r}: KL {kl:.4g} nats{control}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -103,6 +163,33 @@ class ModelChange(plots.Shown):
         """
         return weight_changes(self._models, self._rows[0], seed=self._seed)
 
+    def top(self, k: int = 3) -> TopChanges:
+        """Return the layers, the weights and the tokens that changed most, next to controls.
+
+        Args:
+            k: the number of layers, of weights and of tokens.
+
+        Raises:
+            ValueError: if `k` is below 1, or for the reasons of `weights`.
+        """
+        require_integer("k", k)
+        other = self.controls["stream"]["other texts"].values
+        by_layer = zip(self.stream.labels["layer"], self.stream.values, other, strict=True)
+        layers = [LayerChange(n, _mean(values), _mean(others)) for n, values, others in by_layer]
+        layers.sort(key=lambda layer: layer.difference, reverse=True)
+        write = writer_of(self._models.tuned)
+        random = self.controls["kl"]["random"].values
+        kl = self.kl.values.nan_to_num(-1.0)
+        tokens = []
+        for index in kl.flatten().topk(min(k, sum(map(len, self._rows)))).indices.tolist():
+            pos, text = divmod(index, kl.shape[1])
+            token = self._rows[text][pos]
+            word = token if write is None else write([token])[0]
+            numbers = float(kl[pos, text]), float(random[pos, text])
+            tokens.append(TokenChange(text, pos, word, *numbers))
+        changed = [weight for weight in self.weights.changes if weight.relative > 0]
+        return TopChanges(layers[:k], changed[:k], tokens)
+
     @without_gradients
     def lens(self, layer: int, first: int = 5, *, draws: int = 3) -> DifferenceLens:
         """Return the tokens that the mean difference over the first tokens of the texts promotes.
@@ -114,7 +201,8 @@ class ModelChange(plots.Shown):
         Args:
             layer: the layer of `resid_post`; negative layers count from the last one.
             first: the number of first tokens of each text.
-            draws: the number of random directions, and of random exchanges of the models.
+            draws: the number of random directions, and of random exchanges of the models. Two texts
+                have only two different exchanges.
 
         Raises:
             ValueError: if the layer does not exist, or `first` is below 1.
@@ -155,13 +243,14 @@ class ModelChange(plots.Shown):
         )
         vector = means.difference()
         middle = (means.mean("tuned") + means.mean("base")) / 2
-        shuffled = means.shuffled(generator(self._seed, "exchange", 0))
+        shuffled = means.shuffled(1, self._seed)
         about = {
             "by": "difference of models",
             "site": site,
             "tokens": int(means.counts.sum()),
-            "length for shuffled models": round(float(shuffled.norm()), 6),
         }
+        if shuffled:
+            about["length for shuffled models"] = round(float(shuffled[0].norm()), 6)
         return Direction({means.name: vector.float()}, {means.name: -float(middle @ vector)}, about)
 
     def plot(self) -> "Figure":
@@ -255,6 +344,10 @@ def compare_models(
     ['blocks.2.mlp.output.weight']
     >>> change.stream.select(layer=1).values.nan_to_num().max()
     tensor(0.)
+    >>> change.top(1)
+    layer 3: difference of the stream 0.1349 (other texts 1.384)
+    blocks.2.mlp.output.weight: relative change 0.3
+    text 0, pos 6 'x': KL 0.1076 nats (random 0.02551)
     """
     if texts is None:
         raise ValueError("texts must be one or several texts; got None")
@@ -282,6 +375,7 @@ def compare_models(
             ("checkpoint", "layer", "example"),
             labels=curve_labels,
             unit=measured.stream.unit,
+            bounds=measured.stream.bounds,
             about=measured.stream.about,
         ),
         kl_curve=Result(
@@ -289,6 +383,7 @@ def compare_models(
             ("checkpoint", "example"),
             labels={"checkpoint": labels},
             unit=measured.kl.unit,
+            bounds=measured.kl.bounds,
             about=measured.kl.about,
         ),
         controls=measured.controls,

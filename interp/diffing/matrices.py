@@ -9,10 +9,11 @@
    that these matrices write are read as tokens.
 """
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,12 +22,21 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import UnknownNameError
-from hooks.base import generator, progress_of, tensors_in, to_device, unknown_name, writer_of
+from hooks.base import (
+    generator,
+    memory_of,
+    progress_of,
+    tensors_in,
+    to_device,
+    unknown_name,
+    writer_of,
+)
 from hooks.shared import Session, hooks_disabled, names_by_layer
 from interp import plots
 from interp.diffing.promoted import logits_of_directions
 from interp.diffing.streams import has_unembed
 from interp.diffing.twins import TwoModels
+from interp.protocol import of
 from interp.results.result import Result
 from interp.runs.adapters import adapter_layers
 from interp.spectral import effective_rank, randomized_svd, svd
@@ -80,6 +90,8 @@ class MatrixChange:
             (end 1), as texts, or as numbers without a tokenizer; empty if `writes` is None.
         strength: by direction and end, the largest logit minus the mean logit.
         random_strength: the mean of the same number for random directions.
+        parts: the relative changes of the parts `q`, `k` and `v`, if the weight of a plain model
+            contains queries, keys and values; empty for other weights.
     """
 
     name: str
@@ -94,6 +106,12 @@ class MatrixChange:
     tokens: tuple[tuple[list[Any], ...], ...] = ()
     strength: Float[Tensor, "_top end"] | None = None
     random_strength: float = math.nan
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    def parts_in_words(self) -> str:
+        """Return the changes of the parts in parentheses, after a space; empty without parts."""
+        sizes = ", ".join(f"{part} {size:.3g}" for part, size in self.parts.items())
+        return f" ({sizes})" if sizes else ""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -157,8 +175,9 @@ class WeightChanges(plots.Shown):
         lines = [f"WeightChanges: {len(changed)} of {len(self.changes)} weights changed"]
         for change in changed[:_MOST]:
             lines.append(
-                f"  {change.name} {[*change.shape]}: relative change {change.relative:.3g}, "
-                f"effective rank {change.effective_rank:.3g} (random {change.random_rank:.3g})"
+                f"  {change.name} {[*change.shape]}: relative change {change.relative:.3g}"
+                f"{change.parts_in_words()}, effective rank {change.effective_rank:.3g} "
+                f"(random {change.random_rank:.3g})"
             )
             for number, ends in enumerate(change.tokens[:1]):
                 strength = [] if change.strength is None else change.strength[number].tolist()
@@ -195,10 +214,13 @@ def weight_changes(
     _require_same_weights(tuned, base)
     writers = _writers(models, row)
     decomposed = _Decomposer(models, top=top, n_tokens=n_tokens, seed=seed)
+    fused = _fused(models.tuned) | _fused(models.base)
     changes = []
     for name in progress_of(tuned, "weights", len(tuned)):
         writer = writers.get(base[name].module) if name.endswith(".weight") else None
         changes.append(decomposed.change(name, tuned=tuned[name], base=base[name], writer=writer))
+        parts = _parts_of(tuned[name].parameter, base[name].parameter, fused)
+        changes[-1] = replace(changes[-1], parts=parts)
     changes.sort(key=lambda change: change.relative, reverse=True)
     return WeightChanges(tuple(changes))
 
@@ -293,6 +315,41 @@ def _require_linear(name: str, layer: Any, added: Float[Tensor, "rows columns"])
             f"an adapter must add a matrix to the weight; got {type(layer).__name__} at {name}, "
             "which does not: merge a copy of the adapter, and compare two models"
         )
+
+
+def _fused(model: nn.Module) -> dict[int, dict[str, Tensor]]:
+    """Return the parts of weights that contain queries, keys and values.
+
+    The keys are the memory of the weight and then `q`, `k` and `v`. Blocks of attached models have
+    no views of these parts.
+    """
+    parts: dict[int, dict[str, Tensor]] = {}
+    for block in getattr(of(model), "blocks", ()):
+        attention = getattr(block, "attn", None)
+        for kind, part in itertools.product("Wb", "QKV"):
+            view = getattr(attention, f"{kind}_{part}", None)
+            if isinstance(view, Tensor):
+                parts.setdefault(memory_of(view), {})[part.lower()] = view.detach()
+    return {memory: views for memory, views in parts.items() if len(views) == len("QKV")}
+
+
+def _parts_of(
+    tuned: Tensor, base: Tensor, fused: Mapping[int, Mapping[str, Tensor]]
+) -> dict[str, float]:
+    """Return the relative change of each part of a weight; empty for a weight without parts.
+
+    Args:
+        tuned, base: the weight in both models.
+        fused: the parts of the weights of both models; see `_fused`.
+    """
+    if memory_of(tuned) not in fused or memory_of(base) not in fused:
+        return {}
+    relative = {}
+    for part, before in fused[memory_of(base)].items():
+        after = to_device(fused[memory_of(tuned)][part], before.device).double()
+        size, norm = float((after - before.double()).norm()), float(before.double().norm())
+        relative[part] = size / norm if norm else (math.inf if size else 0.0)
+    return relative
 
 
 def _require_same_weights(tuned: dict[str, Weight], base: dict[str, Weight]) -> None:

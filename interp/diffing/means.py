@@ -1,12 +1,13 @@
 """Mean differences of values between two models, at one point."""
 
+import math
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hooks.base import require_integer, to_device
+from hooks.base import generator, require_integer, to_device
 from hooks.shared import names_by_layer
 from interp.diffing.twins import TwoModels
 from interp.protocol import of
@@ -40,16 +41,32 @@ class Means(NamedTuple):
         """Return the mean difference, tuned - base, over the tokens of some texts."""
         return self.mean("tuned", texts) - self.mean("base", texts)
 
-    def shuffled(self, generator: torch.Generator) -> Float[Tensor, " d"]:
-        """Return the mean difference after the two models are exchanged in half of the texts.
+    def shuffled(self, draws: int, seed: int) -> list[Float[Tensor, " d"]]:
+        """Return mean differences after the two models are exchanged in half of the texts.
+
+        Each draw exchanges other texts. Few texts have fewer different halves than `draws`; then
+        there are fewer results. A single text has none, because half of it is no text.
 
         Args:
-            generator: the generator that draws these texts.
+            draws: the number of draws.
+            seed: the seed of the draws.
         """
-        signs = torch.ones(len(self.counts), 1, dtype=self.tuned.dtype)
-        drawn = torch.randperm(len(self.counts), generator=generator)
-        signs[drawn[: len(self.counts) // 2]] = -1
-        return ((self.tuned - self.base) * signs).sum(0) / self.counts.sum()
+        n_texts = len(self.counts)
+        n_halves = math.comb(n_texts, n_texts // 2) if n_texts > 1 else 0
+        exchanged: list[set[int]] = []
+        draw = 0
+        while len(exchanged) < min(draws, n_halves):
+            order = torch.randperm(n_texts, generator=generator(seed, "exchange", draw))
+            half = {*order[: n_texts // 2].tolist()}
+            if half not in exchanged:
+                exchanged.append(half)
+            draw += 1
+        differences = []
+        for half in exchanged:
+            signs = torch.ones(n_texts, 1, dtype=self.tuned.dtype)
+            signs[[*half]] = -1
+            differences.append(((self.tuned - self.base) * signs).sum(0) / self.counts.sum())
+        return differences
 
 
 def means_of(

@@ -114,13 +114,18 @@ class DifferenceLens(plots.Shown):
             self.rows, self.sizes.tolist(), self._words(_SHOWN), strict=True
         ):
             lines.append(f"  {row:<{width}}  size {size:<8.4g} {' '.join(words)}")
+        n_shuffled = sum(row.startswith("shuffled") for row in self.rows)
+        n_random = sum(row.startswith("random") for row in self.rows)
+        if n_shuffled < n_random:
+            lines.append(f"  these few texts have only {n_shuffled} different exchanges of models")
         return "\n".join(lines)
 
 
 def directions_of(means: Means, draws: int, seed: int) -> dict[str, Float[Tensor, " d_model"]]:
     """Return the mean difference and the control directions by name.
 
-    Controls that compare two halves of the texts are left out for a single text.
+    Controls that compare two halves of the texts are left out for a single text. Few texts have few
+    different halves, and so fewer exchanges.
 
     Args:
         means: the sums of the values of each text.
@@ -135,8 +140,8 @@ def directions_of(means: Means, draws: int, seed: int) -> dict[str, Float[Tensor
         directions["first half of the texts"] = means.difference(first)
         directions["second half of the texts"] = means.difference(second)
         directions["other texts"] = means.mean("base", first) - means.mean("base", second)
-        for draw in range(draws):
-            directions[f"shuffled {draw}"] = means.shuffled(generator(seed, "exchange", draw))
+        for draw, shuffled in enumerate(means.shuffled(draws, seed)):
+            directions[f"shuffled {draw}"] = shuffled
     for draw in range(draws):
         random = torch.randn(
             difference.shape, generator=generator(seed, "direction", draw), dtype=torch.float64

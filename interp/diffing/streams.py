@@ -14,6 +14,7 @@ the base. A third control, `random`, adds a random direction of the size of the 
 last stream of the base.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -86,6 +87,7 @@ def stream_change(
             ("pos", "example"),
             unit="nats",
             words=words_by_axis,
+            bounds=(0.0, math.inf),
             about={"metric": "KL(tuned ‖ base)", "values": kind},
         )
         for kind, values in kl.items()
@@ -97,6 +99,7 @@ def stream_change(
             labels={"layer": [*names]},
             unit="norms of the base",
             words=words_by_axis,
+            bounds=(0.0, math.inf),
             about={"metric": "norm of the difference of resid_post", "values": kind},
         )
         for kind, values in stream.items()

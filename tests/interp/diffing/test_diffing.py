@@ -3,6 +3,7 @@
 """
 
 import copy
+import itertools
 import math
 import weakref
 
@@ -584,3 +585,87 @@ def test_hooks_on_a_model_act_in_a_comparison(base):
     torch.testing.assert_close(change.kl.values, expected.kl.values, equal_nan=True)
     torch.testing.assert_close(change.stream.values, expected.stream.values, equal_nan=True)
     assert expected.kl.values.nanmean() > 1e-3
+
+
+def test_the_top_changes_are_the_largest_numbers_of_each_table(change, tuned, base):
+    top = change.top(2)
+    by_text = []
+    for number, text in enumerate(TEXTS):
+        _, log_p = streams(tuned, text)
+        _, log_q = streams(base, text)
+        kl = divergences(log_p, log_q)
+        by_text += [(float(value), number, pos) for pos, value in enumerate(kl)]
+    expected = sorted(by_text, reverse=True)[:2]
+    places = [(token.text, token.pos) for token in top.tokens]
+    assert places == [(number, pos) for _, number, pos in expected]
+    for token, (kl, number, pos) in zip(top.tokens, expected, strict=True):
+        assert token.kl == pytest.approx(kl, rel=1e-4)
+        assert token.token == base.tokenizer.decode([base.tokenizer.encode(TEXTS[number])[pos]])
+    sizes = []
+    for layer in range(4):
+        gaps = []
+        for text in TEXTS:
+            ours, theirs = streams(tuned, text)[0][layer], streams(base, text)[0][layer]
+            gaps += ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).tolist()
+        sizes.append((sum(gaps) / len(gaps), layer))
+    for found, (size, layer) in zip(top.layers, sorted(sizes, reverse=True)[:2], strict=True):
+        assert found.layer == layer
+        assert found.difference == pytest.approx(size, rel=1e-4)
+        assert found.other_texts > 2 * found.difference
+    assert sorted(weight.name for weight in top.weights) == sorted(MLP)
+    assert len(repr(top).splitlines()) == 6
+    # Only two weights changed.
+    assert len(change.top(3).weights) == 2
+    with pytest.raises(ValueError, match="k must be"):
+        change.top(0)
+
+
+def test_intervals_of_divergences_are_not_below_zero(base):
+    """One text has a much larger divergence than the others."""
+    tuned = copy.deepcopy(base)
+    token = base.tokenizer.encode("X")[0]
+    with torch.no_grad():
+        tuned.token_embedding.weight[token] += 3
+    change = compare_models(tuned, base, ["def f", "X y z", "a b c"])
+    for result in (change.kl, change.kl_curve, change.stream, change.controls["kl"]["random"]):
+        low, high = result.interval()
+        places = ~low.isnan()
+        assert places.any()
+        assert (low[places] >= 0).all()
+        assert (high[places] >= result.mean()[places]).all()
+
+
+def test_exchanges_of_models_are_different_for_few_texts(base, tuned):
+    """Two texts have two halves, and three texts have three."""
+    for n_texts, n_exchanges in ((1, 0), (2, 2), (3, 3), (5, 3)):
+        change = compare_models(tuned, base, TEXTS[:n_texts])
+        lens = change.lens(3, first=4)
+        numbers = [n for n, row in enumerate(lens.rows) if row.startswith("shuffled")]
+        assert len(numbers) == n_exchanges
+        for first, second in itertools.combinations(numbers, 2):
+            assert not torch.allclose(lens.vectors[first], lens.vectors[second])
+        assert ("different exchanges" in repr(lens)) == (n_exchanges < 3)
+    # A single text has no half to exchange.
+    about = compare_models(tuned, base, TEXTS[0]).difference("resid_post", 3).about
+    assert "length for shuffled models" not in about
+
+
+def test_parts_of_a_fused_weight_are_named(base):
+    tuned = copy.deepcopy(base)
+    values = tuned.blocks[1].attn.W_V
+    with torch.no_grad():
+        values.mul_(1.25)
+        tuned.blocks[3].attn.b_K.add_(0.5)
+    change = compare_models(tuned, base, TEXTS[:2])
+    weight = change.weights["blocks.1.attn.qkv.weight"]
+    assert weight.parts == pytest.approx({"q": 0.0, "k": 0.0, "v": 0.25}, rel=1e-5)
+    before = base.blocks[1].attn
+    norms = [part.detach().double().norm() for part in (before.W_Q, before.W_K, before.W_V)]
+    relative = 0.25 * norms[2] / torch.stack(norms).norm()
+    assert weight.relative == pytest.approx(float(relative), rel=1e-5)
+    keys = base.blocks[3].attn.b_K.detach()
+    expected = 0.5 * math.sqrt(keys.numel()) / float(keys.norm())
+    bias = change.weights["blocks.3.attn.qkv.bias"]
+    assert bias.parts == pytest.approx({"q": 0.0, "k": expected, "v": 0.0}, rel=1e-5)
+    assert "(q 0, k 0, v 0.25)" in repr(change.weights)
+    assert change.weights["blocks.1.mlp.input.weight"].parts == {}
