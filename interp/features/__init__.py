@@ -7,7 +7,8 @@ other kinds of dictionaries. `loading` reads
 dictionaries from files, with the help of `forms`, `hub` and `bundled`. `places` finds the point
 that a file names. `splicing` inserts dictionaries into a model, and `evaluation`, `cards` and
 `controls` measure them. `members` runs the models of a crosscoder, and `scaling` and `member_cards`
-describe its features. `explanations` scores explanations of features.
+describe its features. `explanations` scores
+explanations of features, and `saebench` hands dictionaries to SAEBench.
 
 >>> from interp.features import load_sae, splice
 >>> from models import load
@@ -36,6 +37,7 @@ from interp.features.loading import load_crosscoder, load_sae, load_transcoders
 from interp.features.matching_pursuit import MatchingPursuit
 from interp.features.member_cards import crosscoder_cards
 from interp.features.members import member_values
+from interp.features.saebench import for_saebench
 from interp.features.scaling import LatentScaling, latent_scaling
 from interp.features.splicing import splice
 from interp.features.transcoders import Transcoders, TranscoderSet
@@ -61,6 +63,7 @@ __all__ = [
     "crosscoder_cards",
     "evaluate_sae",
     "feature_cards",
+    "for_saebench",
     "latent_scaling",
     "load_crosscoder",
     "load_sae",
