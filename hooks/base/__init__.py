@@ -60,7 +60,7 @@ from hooks.base.kinds import (
     require_kind,
     require_module,
 )
-from hooks.base.memory import require_room
+from hooks.base.memory import free_memory, require_room
 from hooks.base.nested import mapped, tensors_in, with_first_tensor
 from hooks.base.paths import layer_of
 from hooks.base.pieces import Piece, piece_read, reading

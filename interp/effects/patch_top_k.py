@@ -74,7 +74,7 @@ def patch_top_k(
     k: int = 10,
     budget: int = 100,
     seed: int = 0,
-    max_bytes: int = 2**30,
+    max_bytes: int | None = None,
     progress: bool = True,
 ) -> Verified:
     """Return exact effects of the places with the largest estimates, and of a sample of the rest.
@@ -115,7 +115,7 @@ def patch_top_k(
     """
     choice = _choice(estimate)
     direction = estimate.about["direction"]
-    runs = Runs(model, pairs, direction=direction, max_bytes=max_bytes)
+    runs = Runs(model, pairs, direction=direction)
     sites = Sites(runs, choice)
     estimated_sizes = estimate.mean().flatten().abs()
     n_places = len(estimated_sizes)
@@ -134,7 +134,7 @@ def patch_top_k(
     sample = torch.randperm(n_outside, generator=generator)[:n_sampled].tolist()
     patched = order[:k] + [order[k + n] for n in sample]
     jobs = sites.edits(partial(edits.replace, sites.values))
-    base, effects = effects_of_edits(runs, [jobs[place] for place in patched])
+    base, effects = effects_of_edits(runs, [jobs[place] for place in patched], max_bytes)
     _require_same(_are_close(estimate.base, runs.per_example(base), precision))
     exact = runs.result(effects, {"place": patched}, base, site=choice.site)
     return _verified(estimate, exact, patched, k=k, n_outside=n_outside)

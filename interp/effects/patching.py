@@ -35,7 +35,7 @@ def activation_patching(
     layers: Some = None,
     heads: Some = None,
     neurons: int | None = None,
-    max_bytes: int = 2**30,
+    max_bytes: int | None = None,
     progress: bool = True,
 ) -> Result:
     """Return the effect of patching values of one run into another, one place at a time.
@@ -100,10 +100,10 @@ def activation_patching(
             raise ValueError("edit and source must not both be given; got both")
         about["edit"] = repr(edit)
     two_runs = direction if edit is None else None
-    runs = Runs(model, pairs, direction=two_runs, max_bytes=max_bytes, source=source)
+    runs = Runs(model, pairs, direction=two_runs, source=source)
     sites = Sites(runs, choice)
     put = partial(edits.replace, sites.values) if edit is None else edit.at
-    base, effects = effects_of_edits(runs, sites.edits(put))
+    base, effects = effects_of_edits(runs, sites.edits(put), max_bytes)
     return sites.result(base, effects, **about)
 
 
@@ -116,7 +116,7 @@ def sweep(
     metric: "Metric | None" = None,
     *,
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
-    max_bytes: int = 2**30,
+    max_bytes: int | None = None,
     progress: bool = True,
 ) -> Result:
     """Return the effect of each edit on the metric, as if each edit had a separate run.
@@ -141,7 +141,8 @@ def sweep(
             Default: the metric of the pairs.
         attention_mask: 1 for tokens and 0 for padding, if `texts` is a tensor [batch, pos].
         max_bytes: a bound on the memory of the sweep in bytes, not counting the model, one unedited
-            run and the memory of functions that you pass.
+            run and the memory of functions that you pass. Default: 1 GiB on the CPU; half of the
+            free memory on a GPU, at most 8 GiB.
         progress: whether to show a bar after two seconds.
 
     Returns:
@@ -187,8 +188,8 @@ def sweep(
         )
     _check_edits(edits)
     pairs = texts if metric is None else texts.measured_by(metric)
-    runs = Runs(model, pairs, direction=None, max_bytes=max_bytes)
-    base, effects = effects_of_edits(runs, edits)
+    runs = Runs(model, pairs, direction=None)
+    base, effects = effects_of_edits(runs, edits, max_bytes)
     result = runs.result(effects, {"edit": range(len(edits))}, base)
     return replace(result, words={"edit": [*map(_described, edits)]})
 

@@ -272,5 +272,7 @@ class PathEdits:
     def _sweep(self, waiting: dict[int, dict[str, edits.Edit]], values: Tensor) -> None:
         """Run the waiting edits, store their effects in `values`, and empty `waiting`."""
         if waiting:
-            _, values[[*waiting]] = effects_of_edits(self.runs, [*waiting.values()])
+            _, values[[*waiting]] = effects_of_edits(
+                self.runs, [*waiting.values()], max_bytes=self.runs.max_bytes
+            )
             waiting.clear()

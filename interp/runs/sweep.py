@@ -27,7 +27,9 @@ from hooks.base import (
     POSITION_AXES,
     TEXT_AXES,
     Selection,
+    free_memory,
     progress_bar,
+    require_kind,
     to_device,
     warn,
     without_gradients,
@@ -40,15 +42,21 @@ from interp.runs.rows import Batch, Job, WholeRuns
 from interp.runs.runs import Runs
 from interp.runs.unedited import Unedited
 
+# The default memory of a sweep on the CPU; on a GPU, a share of the free memory, up to a limit.
+_BYTES = 2**30
+_SHARE = 0.5
+_MOST_BYTES = 2**33
+
 
 def effects_of_edits(
-    runs: Runs, edits: Sequence[Hooks]
+    runs: Runs, edits: Sequence[Hooks], max_bytes: int | None = None
 ) -> tuple[Float[Tensor, " row"], Float[Tensor, "edit row"]]:
     """Return the metric of the unedited run, and the effect of each edit.
 
     Args:
-        runs: the texts, the metric and the memory bound.
+        runs: the texts and the metric.
         edits: the hooks of each run, in the form of the argument `hooks` of `run_with_hooks`.
+        max_bytes: see `interp.sweep`.
 
     Warns:
         UserWarning: if effects are NaN.
@@ -56,13 +64,14 @@ def effects_of_edits(
     Raises:
         ValueError, HookError: see `interp.sweep`.
     """
+    require_kind("max_bytes", max_bytes, (int, float, type(None)), "a number of bytes")
     batch = Batch(runs.text, runs.metric)
     if runs.rows is not runs.pairs:
         columns = [row.nonzero()[:, 0].tolist() for row in runs.prompts.cpu()]
         n_columns = runs.prompts.shape[1]
         edits = [_counted_in_prompts(hooks, columns, n_columns) for hooks in edits]
     with batch.reading():
-        base, values = _measured(runs.runner, batch, edits, max_bytes=runs.max_bytes)
+        base, values = _measured(runs.runner, batch, edits, max_bytes=max_bytes)
     effects = values - base
     if effects.isnan().any():
         with_nan = effects.isnan().any(1).nonzero()[:, 0].tolist()
@@ -116,7 +125,7 @@ def _edit_in_prompts(edit: Edit, columns: list[list[int]], n_columns: int) -> Ed
 
 @without_gradients
 def _measured(
-    runner: HookedRunner, batch: Batch, edits: Sequence[Hooks], max_bytes: int
+    runner: HookedRunner, batch: Batch, edits: Sequence[Hooks], max_bytes: int | None
 ) -> tuple[Float[Tensor, " batch"], Float[Tensor, "edit batch"]]:
     """Return the metrics of the unedited run and of each edited run.
 
@@ -136,6 +145,8 @@ def _measured(
     is_alone = runs_alone(model)
     unedited = Unedited(runner, batch, jobs)
     base = evaluate(batch.metric, unedited.logits, size)
+    if max_bytes is None:
+        max_bytes = bytes_of_sweep(unedited.logits.device)
     runs: Resumed | WholeRuns
     if is_alone or any(map(_counts_calls, jobs)) or not unedited.is_resumable():
         runs = WholeRuns(model, batch, jobs, max_bytes=None if is_alone else max_bytes)
@@ -168,6 +179,15 @@ def _in_order(
         return values
     order = torch.tensor(indices).argsort()
     return values.index_select(0, to_device(order, values.device))
+
+
+def bytes_of_sweep(device: torch.device) -> int:
+    """Return the default memory bound of a sweep on a device, in bytes.
+
+    More rows at once need fewer starts of kernels, for which a GPU waits.
+    """
+    free = None if device.type == "cpu" else free_memory(device)
+    return _BYTES if free is None else min(int(free * _SHARE), _MOST_BYTES)
 
 
 def runs_alone(model: nn.Module) -> bool:
