@@ -38,11 +38,11 @@ def load_gguf(
     Tensors are dequantized one at a time, so loading needs little more memory than the model.
 
     The format leaves some facts open. They are as in llama.cpp: the scale of dot products in Gemma,
-    the rotary base 10,000 of GPT-NeoX, Phi 2, StableLM and Falcon, and no windows for Mistral, Qwen
-    2 and StarCoder 2. The activation of GPT-NeoX is the exact GELU, as in Pythia. Two factors have
-    no field in our config and are multiplied into the weights: the factor of the outputs of
-    Granite's sublayers into their output maps, and the factor of the logits (Granite, Command R)
-    into the gain of the final norm.
+    the windows of Gemma 3 in five of six layers and their rotary base 10,000, the same base in
+    GPT-NeoX, Phi 2, StableLM and Falcon, and no windows for Mistral, Qwen 2 and StarCoder 2. The
+    activation of GPT-NeoX is the exact GELU, as in Pythia. Two factors have no field in our config
+    and are multiplied into the weights: the factor of the outputs of Granite's sublayers into their
+    output maps, and the factor of the logits (Granite, Command R) into the gain of the final norm.
 
     Args:
         path: a single file of one of `ARCHITECTURES`, with tensors of any type that the package

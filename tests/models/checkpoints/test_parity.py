@@ -10,6 +10,7 @@ from hooks import HookedRunner
 from models import KVCache
 from models.checkpoints import from_hf, load
 from models.checkpoints.huggingface.families import FAMILIES
+from tests.models.checkpoints.gemma3 import values_by_hand
 from tests.models.checkpoints.pair import BATCH, LAYERS, N_CTX, POS, ROWS, VOCAB, Pair
 
 transformers = pytest.importorskip("transformers")
@@ -70,6 +71,18 @@ def test_logits_streams_and_patterns(pair, tokens):
     for layer in range(LAYERS):
         pattern = ours[f"blocks.{layer}.attn.pattern"]
         assert pattern[:, :, -1].max() > 2 / POS  # attention is not uniform
+
+
+@pytest.mark.parametrize("pair", ["gemma3_text", "gemma3_text linear"], indirect=True)
+def test_every_point_of_gemma_3_against_hooks_of_pytorch(pair, tokens):
+    with torch.no_grad():
+        theirs = values_by_hand(pair.theirs, tokens)
+    logits, cache = HookedRunner(pair.ours).run_with_cache(tokens, mode="full")
+    assert cache.keys() | {"logits"} == theirs.keys()
+    for name, value in theirs.items():
+        ours = logits if name == "logits" else cache[name]
+        assert ours.shape == value.shape, name
+        assert (ours - value).abs().max() < 1e-5 * value.abs().max(), name
 
 
 @pytest.mark.sampled(24)

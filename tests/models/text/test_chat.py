@@ -30,6 +30,26 @@ TEMPLATES = {
 <u>{{ m.content | trim }}</u>
     {%- endif %}
 {%- endfor %}""",
+    # The form of Gemma 3: the first turn contains the text of the system.
+    "trimmed, turns of user and model": """{{ bos_token }}
+{%- set start = '' %}
+{%- set turns = messages %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set start = messages[0]['content'] + '\\n\\n' %}
+    {%- set turns = messages[1:] %}
+{%- endif %}
+{%- for m in turns %}
+    {%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('roles must alternate') }}
+    {%- endif %}
+    {%- set role = 'model' if m['role'] == 'assistant' else m['role'] %}
+    {{- '<start_of_turn>' + role + '\\n' + (start if loop.first else '') }}
+    {%- if m['content'] is string %}{{ m['content'] | trim }}
+    {%- else %}{{ raise_exception('content must be a string') }}
+    {%- endif %}
+    {{- '<end_of_turn>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}""",
     "tools": """{{ tools | tojson(indent=2) }}{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}
 {{ ns.n }} {{ m.role }}: {{ m.content }}{% endfor %}{{ unk_token }}""",
 }
