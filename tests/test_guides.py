@@ -24,7 +24,7 @@ NEEDS = {
     "your_model": "peft",
 }
 SLOW = {"hugging_face", "published_model", "what_did_this_lora_learn", "why_that_answer"}
-SLOW |= {"attribution_graphs", "circuits", "experts", "induction"}
+SLOW |= {"attribution_graphs", "circuits", "claims", "experts", "induction"}
 
 
 def guides():

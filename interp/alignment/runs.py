@@ -24,9 +24,9 @@ class Scores(NamedTuple):
 
     Attributes:
         effect: the change of the metric by the interchange, in the unit of the metric.
-        right: 1 if the right answer has the largest logit, otherwise 0. If pairs have a right and a
-            wrong answer, only these two logits are compared. The tensor is empty if the pairs have
-            no answers.
+        right: 1 if the right answer has a larger logit than all other tokens, otherwise 0. If pairs
+            have a right and a wrong answer, only these two logits are compared. The tensor is empty
+            if the pairs have no answers.
     """
 
     effect: Float[Tensor, " example"]
@@ -170,7 +170,7 @@ class InterchangeRuns:
             outputs.append(self._read(logits, rows, metric))
             if pairs.continuations is None and pairs.answers is not None:
                 choices, wanted = self._choices(logits, rows)
-                right.append(choices.argmax(-1) == wanted)
+                right.append(_is_largest(choices, wanted))
         read = torch.cat(outputs)
         values = self.runs.per_example(evaluate(metric, read, n_rows))
         if greedy is not None:
@@ -198,6 +198,17 @@ class InterchangeRuns:
         if answers.ndim == 1:
             return logits, answers
         return logits.gather(1, answers), torch.zeros_like(answers[:, 0])
+
+
+def _is_largest(logits: Float[Tensor, "row choice"], place: Tensor) -> Bool[Tensor, " row"]:
+    """Return whether the logit at a place is larger than all others; equal logits are not larger.
+
+    Args:
+        logits: the logits of the choices.
+        place: the index of a choice in each row.
+    """
+    logit = logits.gather(1, place[:, None])
+    return (logits >= logit).sum(1) == 1
 
 
 def _columns(

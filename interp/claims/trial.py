@@ -29,7 +29,7 @@ class Trial:
         found_on: the pairs on which the claim was found.
         fresh: the pairs on which it is tested.
         seeds: the seeds of random choices.
-        paraphrase: pairs with the same behaviour in other words. None without such pairs.
+        paraphrase: pairs with the same behaviour in other words. None if there are no other words.
         dictionary: the dictionary of a feature; None for other claims.
         max_bytes: a bound on the memory of runs; see `run_circuit`.
     """

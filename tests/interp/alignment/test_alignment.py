@@ -470,3 +470,13 @@ def test_an_illusion_is_distinguished_from_a_used_direction():
     assert checked.dormant == pytest.approx(1)
     with pytest.raises(ValueError, match="directions must have 3 rows at h; got 2"):
         null_spaces(model, pairs, "h", torch.ones(2))
+
+
+@pytest.mark.parametrize("n_answers", [1, 2])
+def test_equal_logits_are_no_right_answer(n_answers):
+    tokens = torch.tensor([[a, b] for a in range(N) for b in range(3)])
+    answers = torch.stack([tokens.sum(1) % N, (tokens.sum(1) + 1) % N], 1)
+    pairs = Pairs(tokens, tokens.flip(0), answers if n_answers == 2 else answers[:, 0])
+    model = Sum(torch.zeros(2 * N, 2 * N)).eval()
+    result = align(model, pairs[:4], "h", k=1, test=pairs[4:9], epochs=1)
+    assert torch.equal(result.accuracy.values, torch.zeros_like(result.accuracy.values))

@@ -1,12 +1,13 @@
 """Texts for models whose circuit is known, as many as a test needs."""
 
+import copy
 import functools
 
 import torch
 
 from interp import Circuit, Claim, Pairs
 from interp.graph import Graph
-from tests.interp.planted import KNOWN, N, V, comparison, induction
+from tests.interp.planted import KNOWN, YES, N, V, comparison, induction
 
 EDGES = KNOWN["induction"][-1]
 COMPARISON = KNOWN["comparison"][-1]
@@ -48,6 +49,30 @@ def comparison_pairs(n, seed):
 @functools.cache
 def model_of(name):
     return {"induction": induction, "comparison": comparison}[name](KNOWN[name][2])
+
+
+@functools.cache
+def deciding():
+    """Return the comparison with logits of -0.5 and 0.5 in place of 0 and 1, so none are equal."""
+    model = copy.deepcopy(model_of("comparison"))
+    with torch.no_grad():
+        model.blocks[0].mlp.b_out[YES] = -0.5
+    return model
+
+
+def variable_claim(**numbers):
+    """Return a claim that a value carries the first of two digits whose sum is compared."""
+    draw = torch.Generator().manual_seed(5)
+    digits = torch.randint(7, (600, 5), generator=draw)
+    # The corrupted text has another first digit, which changes the answer.
+    other = digits.clone()
+    other[:, 1] = torch.randint(7, (600,), generator=draw)
+    sums, others = (these[:, 1] + these[:, 3] > 5 for these in (digits, other))
+    rows = (sums != others).nonzero()[:90, 0]
+    right = sums[rows].long()
+    pairs = Pairs(digits[rows], other[rows], torch.stack([right, 1 - right], 1))
+    options = {"point": "blocks.0.attn.z", "k": 1, "epochs": 12, "rate": 0.1, **numbers}
+    return Claim.variable(deciding(), pairs[:40], "the digit", test=pairs[40:], **options)
 
 
 def claim_of(edges, says="a circuit", n=24, **promised):

@@ -1,9 +1,11 @@
 """Claims about circuits: their numbers against separate runs, and verdicts of known circuits."""
 
+import copy
+
 import pytest
 import torch
 
-from interp import Circuit, Claim, Pairs, edge_attribution, run_circuit, run_with_cache
+from interp import Circuit, Claim, Pairs, Result, edge_attribution, run_circuit, run_with_cache
 from interp.graph import Graph, circuits
 from tests.interp.claims.known import (
     COMPARISON,
@@ -13,6 +15,7 @@ from tests.interp.claims.known import (
     induction_pairs,
     model_of,
 )
+from tests.reference import some_tokens, variant
 
 
 def metric(edges, pairs, **options):
@@ -66,6 +69,40 @@ def test_the_numbers_of_a_verdict_are_those_of_separate_runs():
     assert verdict["as good as found again"].measured == pytest.approx(expected)
     gap = (metric(every, fresh) - metric([], fresh)).mean().item()
     assert verdict["behaviour"].measured == pytest.approx(gap)
+    # The best of two random circuits, whose edges all have a path to the logits.
+    randoms = []
+    for seed in range(2):
+        numbers = torch.rand(len(graph.edges), 1, generator=torch.Generator().manual_seed(seed))
+        scores = Result(numbers, ("edge", "example"), labels={"edge": graph.edges})
+        randoms.append(share(circuits.greedy(graph, scores, 7)))
+    expected = share(circuit) - max(randoms)
+    assert verdict["above random circuits"].measured == pytest.approx(expected)
+    assert verdict["faithful"].promised == "0.8 to 1.2"
+    assert verdict["as good as found again"].promised == "at least -0.2"
+    assert verdict["left without it"].promised == "at most 0.2"
+    assert verdict["mean ablation"].promised == "at least 0.5"
+
+
+def test_the_behaviour_of_a_model_with_shuffled_weights_is_a_share():
+    model = variant("grouped")
+    texts = [some_tokens(seed) for seed in (1, 2)]
+    answers = torch.tensor([[3, 1], [0, 4], [7, 2], [22, 9], [5, 8]])
+    found_on = Pairs(some_tokens(3), some_tokens(4), answers)
+    claim = Claim.effect(model, found_on, "c", head=(0, 1), test=Pairs(*texts, answers))
+    measured = claim.verify(seeds=1)["shuffled weights"].measured
+    shuffled = copy.deepcopy(model)
+    draw = torch.Generator().manual_seed(0)
+    gaps = []
+    with torch.no_grad():
+        for weight in shuffled.parameters():
+            numbers = weight.flatten()[torch.randperm(weight.numel(), generator=draw)]
+            weight.copy_(numbers.view_as(weight))
+        for one in (shuffled, model):
+            clean, corrupted = (one(tokens)[:, -1].gather(1, answers) for tokens in texts)
+            change = clean - corrupted
+            gaps.append((change[:, 0] - change[:, 1]).mean().item())
+    assert gaps[0] != 0
+    assert measured == pytest.approx(gaps[0] / gaps[1], rel=1e-4)
 
 
 def test_known_circuits_hold():
@@ -103,6 +140,7 @@ def test_false_circuits_fail(name):
     assert verdict.status == "fails"
 
 
+@pytest.mark.full
 def test_a_promise_below_the_measured_number_holds():
     graph = Graph(model_of("induction"))
     # One of three kinds of pairs needs the edge to the query.

@@ -10,7 +10,13 @@ from interp import Claim, Pairs, splice
 from interp.alignment import align
 from interp.directions import Direction
 from interp.features import Dictionary
-from tests.interp.claims.known import comparison_pairs, induction_pairs, model_of
+from tests.interp.claims.known import (
+    comparison_pairs,
+    deciding,
+    induction_pairs,
+    model_of,
+    variable_claim,
+)
 from tests.interp.planted import SUM, YES
 
 
@@ -70,6 +76,13 @@ def test_a_head_that_nothing_reads_fails_and_a_needed_head_holds():
     assert good.verify().status == "holds"
     bad = Claim.effect(model, pairs, "another head", head=(1, 0), test=fresh, seeds=1).verify()
     assert (bad.status, bad["effect"].status) == ("fails", "fails")
+    against = Claim.effect(model, pairs, "c", head=(1, 2), test=fresh, seeds=1, matters=-0.4)
+    verdict = against.verify()
+    assert verdict["effect"].promised == "at most -0.4"
+    assert verdict["zero ablation"].promised == "at most -0.1"
+    # The head helps, so it is below other heads in the promised direction.
+    assert verdict["above other heads"].measured < 0
+    assert verdict["effect"].measured == pytest.approx(1)
 
 
 def features():
@@ -94,8 +107,8 @@ def test_a_feature_that_a_later_part_reads_matters():
     assert verdict.status == "holds"
     # The sum alone decides the answer.
     assert verdict["effect"].measured == pytest.approx(1)
-    assert unread.verify(dictionary=dictionary)["effect"].measured == pytest.approx(0)
-    assert unread.verify(dictionary=dictionary).status == "fails"
+    verdict = unread.verify(dictionary=dictionary, seeds=1)
+    assert (verdict.status, verdict["effect"].measured) == ("fails", pytest.approx(0))
     with pytest.raises(ValueError, match="dictionary must be the dictionary of the claim; got no"):
         read.verify()
     with torch.no_grad():
@@ -165,6 +178,9 @@ def test_a_direction_that_the_unembedding_reads_holds():
     # All of its length is along the answer, unlike random directions of this length.
     verdict = direction_claim(YES, cost=5.0, seeds=3).verify()
     assert {test.status for test in verdict.tests} == {"holds"}
+    away = direction_claim(YES, length=-3.0, moves=-2.5, cost=5.0, seeds=3).verify()
+    assert {test.status for test in away.tests} == {"holds"}
+    assert away["moves the metric"].promised == "at most -2.5"
 
 
 def test_a_direction_survives_a_file_and_wrong_numbers_are_errors(tmp_path):
@@ -189,40 +205,21 @@ def test_a_direction_survives_a_file_and_wrong_numbers_are_errors(tmp_path):
         direction_claim(YES, length=0.0)
 
 
-def variable_claim(pos, **numbers):
-    """Return a claim that a position carries the first digit of a sum."""
-    model = model_of("comparison")
-    draw = torch.Generator().manual_seed(5)
-    digits = torch.randint(7, (400, 5), generator=draw)
-    # The corrupted text has another first digit, which changes the answer.
-    other = digits.clone()
-    other[:, 1] = torch.randint(7, (400,), generator=draw)
-    sums, others = (these[:, 1] + these[:, 3] > 5 for these in (digits, other))
-    rows = (sums != others).nonzero()[:70, 0]
-    right = sums[rows].long()
-    pairs = Pairs(digits[rows], other[rows], torch.stack([right, 1 - right], 1))
-    numbers = {"k": 2, "epochs": 4, "rate": 0.1, "seeds": 1, **numbers}
-    place = {"point": "blocks.0.attn.z", "head": 0, "pos": pos, "k": 1}
-    return Claim.variable(
-        model, pairs[:40], "the first digit", test=pairs[40:], **{**numbers, **place}
-    )
-
-
 def test_a_variable_holds_where_it_is_and_fails_elsewhere():
-    claim = variable_claim(-1)
+    claim = variable_claim(head=0, seeds=1)
     verdict = claim.verify()
-    train, test = (these.restored(model_of("comparison")) for these in (claim.pairs, claim.test))
-    options = {"pos": -1, "head": 0, "epochs": 4, "rate": 0.1, "seed": 0}
-    alignment = align(
-        model_of("comparison"), train, "blocks.0.attn.z", 1, test=test, **options
-    ).accuracy.mean()[:, 0, 0]
-    aligned, random, weights, answers, whole = alignment.tolist()
+    train, test = (these.restored(deciding()) for these in (claim.pairs, claim.test))
+    options = {"pos": -1, "head": 0, "epochs": 12, "rate": 0.1, "seed": 0}
+    alignment = align(deciding(), train, "blocks.0.attn.z", 1, test=test, **options)
+    means = alignment.accuracy.mean()[:, 0, 0]
+    aligned, random, weights, answers, whole = means.tolist()
     assert verdict["aligned"].measured == pytest.approx(aligned)
     assert verdict["above a random part"].measured == pytest.approx(aligned - random)
     assert verdict["above shuffled weights"].measured == pytest.approx(aligned - weights)
     assert verdict["above shuffled answers"].measured == pytest.approx(aligned - answers)
     assert verdict["near the whole value"].measured == pytest.approx(aligned - whole)
-    wrong = variable_claim(2).verify()
+    assert {test.status for test in verdict.tests} == {"holds"}
+    wrong = variable_claim(head=1, seeds=1).verify()
     assert (wrong.status, wrong["aligned"].status) == ("fails", "fails")
     facts = claim.as_json()
     assert Claim._from_json(json.loads(json.dumps(facts))).content == claim.content
