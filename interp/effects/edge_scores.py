@@ -14,11 +14,12 @@ In a model of 1 layer with 2 heads and an MLP, on one text of 3 tokens:
    sum to this attribution.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -30,13 +31,21 @@ from hooks.base import (
     require_choice,
     shown,
     to_device,
+    wide_dtype,
 )
-from interp.effects.reader_gradients import Pullback, Pullbacks, readings
+from interp.effects.reader_gradients import Pullbacks, readings
 from interp.graph import Graph
 from interp.runs.gradients import Gradients, require_numbers
 
 # A matrix product with fewer columns spends most of its time reading the changes.
 _ENOUGH = 60
+
+# The memory for the scale of one norm and its gradient, in streams.
+_STREAMS_OF_NORM = 5
+
+# The memory of texts that are computed together on the CPU. Larger texts take as long together as
+# one after another, because their values do not fit into the caches.
+_CPU_BYTES = 2**24
 
 
 class ChangedPositions(NamedTuple):
@@ -50,12 +59,14 @@ class ChangedPositions(NamedTuple):
             index after the last group. These are repeated columns of a span and, if each position
             is a group, the tokens of answers.
         labels: the labels of the groups; None for one sum over all columns.
+        is_whole: whether `here` and `there` contain all columns in order.
     """
 
     here: Int[Tensor, "batch n"]
     there: Int[Tensor, "batch n"]
     group: Int[Tensor, "batch n"]
     labels: list[int | str] | None
+    is_whole: bool
 
     def change(self, whole: Tensor, by: Float[Tensor, "batch n d_model"]) -> Tensor:
         """Return a copy of a stream with a change added at the columns `here`.
@@ -64,9 +75,9 @@ class ChangedPositions(NamedTuple):
             whole: the stream, [batch, pos, d_model].
             by: the change of each column.
         """
-        row, column = (self.group < self.groups).nonzero(as_tuple=True)
-        index = row, self.here[row, column]
-        index, by = all_to_device((index, by[row, column]), whole.device)
+        by = by.masked_fill((self.group == self.groups)[..., None], 0)
+        row = torch.arange(len(self.here), device=self.here.device)[:, None]
+        index, by = all_to_device(((row, self.here), by), whole.device)
         return whole.index_put(index, by.to(whole.dtype), accumulate=True)
 
     @property
@@ -103,14 +114,18 @@ def changed_positions(
         columns = torch.arange(n, device=edited.tokens.device).expand(batch, n)
         one_group = torch.zeros_like(columns)
         if over is None:
-            return ChangedPositions(here=columns, there=columns, group=one_group, labels=None)
+            return ChangedPositions(columns, columns, group=one_group, labels=None, is_whole=True)
         column_of_prompt = columns
         if prompts is not None:
             # Tokens of answers get the index n, and their sum is dropped.
             n = int(prompts.any(0).nonzero().max()) + 1
             column_of_prompt = columns.where(prompts, n)
         return ChangedPositions(
-            here=columns, there=columns, group=column_of_prompt, labels=[*range(n)]
+            here=columns,
+            there=columns,
+            group=column_of_prompt,
+            labels=[*range(n)],
+            is_whole=True,
         )
     if not edited.spans:
         raise ValueError("over='span' needs Pairs with spans; got pairs without spans")
@@ -125,6 +140,7 @@ def changed_positions(
         there=torch.cat(there, 1),
         group=torch.cat(group, 1),
         labels=[*edited.spans],
+        is_whole=False,
     )
 
 
@@ -150,20 +166,33 @@ class ScoredPoints:
             self.names += [reading.stream, reading.at]
 
 
-class _Target(NamedTuple):
-    """One block of the scores: the gradients at some readers, times the changes of some writers.
+class _Part(NamedTuple):
+    """Some changed positions of some texts, whose scores are computed together.
 
     Attributes:
-        gradients: a function of a row of a run, some positions of the row and memory for the
-            result. It returns the gradients [reader, n, d_model]. The next call may use the same
-            memory.
-        writers: the writers that come before these readers.
-        columns: the columns of these readers in the scores.
+        rows: the rows of the run.
+        columns: the indices of the changed positions, as in `ChangedPositions.here`.
     """
 
-    gradients: Callable[[int, Tensor, Tensor], Tensor]
-    writers: range
+    rows: slice
     columns: slice
+
+
+class _Target(NamedTuple):
+    """Readers whose gradients are used in one matrix product.
+
+    A target has the readers of one or several consecutive streams, so that its matrix product is
+    large enough to be fast.
+
+    Attributes:
+        readings: the indices of the streams, as in `ScoredPoints.readings`.
+        columns: the columns of these readers in the scores.
+        n_writers: the number of writers before the last of these readers.
+    """
+
+    readings: range
+    columns: slice
+    n_writers: int
 
 
 def _factors(graph: Graph, device: torch.device) -> list[Any]:
@@ -178,6 +207,9 @@ class EdgeScores:
     a last column: the writer's change times the gradient where the writer is added to the stream.
     For each writer, the columns of the readers should sum to the last column.
 
+    Scores are sums over positions. So the memory is bounded by computing some texts, or some
+    positions of one text, at a time. On the CPU, only small texts are computed together.
+
     Args:
         points: the graph and its points.
         where: the positions at which writers change.
@@ -185,6 +217,10 @@ class EdgeScores:
         source_graph: the graph of the model of the other run.
         base: values of the base run, at `points.names`.
         device: the device on which the scores are computed.
+        max_bytes: a bound on the memory of changes and gradients that are computed together.
+
+    Raises:
+        ValueError: if `max_bytes` is too small for one position of one text.
     """
 
     def __init__(
@@ -195,6 +231,7 @@ class EdgeScores:
         source_graph: Graph,
         base: Mapping[str, Tensor],
         device: torch.device,
+        max_bytes: int,
     ) -> None:
         self.points = points
         self.graph = points.graph
@@ -202,27 +239,44 @@ class EdgeScores:
         self._source = source
         self._source_graph = source_graph
         self._base = base
+        self._max_bytes = max_bytes
         self.where: ChangedPositions = all_to_device(where, device)
+        self._dtype = wide_dtype(source[self.graph.needed[-1]].dtype)
+        self._d_model = source[self.graph.needed[-1]].shape[-1]
         self._factors = _factors(self.graph, device)
-        self._source_factors = _factors(source_graph, device)
+        self._source_factors = self._factors
+        if source_graph is not self.graph:
+            self._source_factors = _factors(source_graph, device)
+        self._pullbacks = Pullbacks(points.readings, self._d_model, device)
+        self._targets = _targets(points)
+        self._most_readers = max(
+            target.columns.stop - target.columns.start for target in self._targets
+        )
+        self._allowed = to_device(self.graph.allowed, device)
+        # All positions must fit, also for a method that computes each writer separately.
+        self._parts(len(where.here), len(self.graph.writers))
 
     def changes(
-        self, rows: slice, space: Float[Tensor, "writer batch n d_model"] | None = None
+        self,
+        part: _Part | None = None,
+        space: Float[Tensor, "writer batch n d_model"] | None = None,
     ) -> Float[Tensor, "writer batch n d_model"]:
-        """Return the change of each writer between the two runs, for some examples.
+        """Return the change of each writer between the two runs, at some positions of some texts.
 
         Args:
-            rows: the examples.
-            space: memory for the result, which is overwritten: the result of an earlier call with
-                the same number of examples. Default: new memory.
+            part: the positions. Default: all.
+            space: memory for the result, which is overwritten: the result of an earlier call. It is
+                used if it has the right shape. Default: new memory.
         """
         graph = self.graph
         source_graph = self._source_graph
-        base = self._values(graph, self._base, self.where.here, rows)
-        source = self._values(source_graph, self._source, self.where.there, rows)
-        if space is None:
-            stream = base[graph.points[-1]]
-            space = stream.new_empty(len(graph.writers), *stream.shape)
+        part = part or _Part(slice(None), slice(None))
+        base = self._values(graph, self._base, self.where.here, part)
+        source = self._values(source_graph, self._source, self.where.there, part)
+        stream = base[graph.points[-1]]
+        shape = len(graph.writers), *stream.shape
+        if space is None or space.shape != shape:
+            space = stream.new_empty(shape)
         in_source = source_graph.all_writers(source.__getitem__, added=self._source_factors)
         in_base = graph.all_writers(base.__getitem__, added=self._factors)
         start = 0
@@ -239,89 +293,180 @@ class EdgeScores:
         return space
 
     def _values(
-        self, graph: Graph, values: Mapping[str, Tensor], columns: Tensor, rows: slice
+        self, graph: Graph, values: Mapping[str, Tensor], columns: Tensor, part: _Part
     ) -> dict[nn.Module, Tensor]:
-        """Return the values of a run by point, at some columns of some examples.
+        """Return the values of a run by point, at some positions of some texts.
 
         Args:
             graph: the graph of the model of the run.
             values: the values of whole texts, by the name of the point.
-            columns: the columns of all examples.
-            rows: the examples.
+            columns: the columns of all positions of all texts.
+            part: the positions.
         """
-        row = torch.arange(len(columns), device=columns.device)[rows, None]
-
-        def at_columns(value: Tensor) -> Tensor:
-            index = all_to_device((row, columns[rows]), value.device)
-            return to_device(at_least_float32(value[index]), self._device)
-
         points = zip(graph.points, graph.needed, strict=True)
-        return {point: at_columns(values[name]) for point, name in points}
+        return {point: self._here(values[name], columns, part) for point, name in points}
 
-    def of_all(self, run: Gradients) -> Float[Tensor, "writer column group batch"]:
-        """Return the scores of all writers, computed from the gradients of one run of the text."""
-        examples = range(len(self.where.here))
-
-        # Compute one example at a time and use the memory again. Allocating new memory would take
-        # longer than the computation.
-        def parts() -> Iterator[tuple[int, int, Tensor]]:
-            space = None
-            for row in progress_of(examples, "texts", len(examples)):
-                space = self.changes(slice(row, row + 1), space)
-                yield 0, row, space
-
-        return self.of(run, parts())
-
-    def of(
-        self, run: Gradients, parts: Iterable[tuple[int, int, Tensor]]
-    ) -> Float[Tensor, "writer column group batch"]:
-        """Return the scores for the writers and rows whose changes are given. All others are 0.
+    def _at(self, value: Tensor, columns: Tensor, part: _Part) -> Tensor:
+        """Return a value in at least float32 at some positions of some rows of a run.
 
         Args:
-            run: a run of the text, or of copies of the text.
-            parts: the changes of consecutive writers on consecutive rows of the run. A part is
-                (index of its first writer, index of its first row, changes [writer, row, n,
-                d_model]).
+            value: the value at all rows and columns.
+            columns: the columns of the positions of each text. Rows of a run may be copies of the
+                texts.
+            part: the positions.
         """
-        targets = self._targets(run)
-        graph = self.graph
-        here, group = self.where.here, self.where.group
-        stream = self._source[graph.needed[-1]]
-        size = len(graph.writers), len(graph.readers) + 1, self.where.groups, len(here)
-        float_dtype = at_least_float32(stream[:0]).dtype
-        scores = stream.new_zeros(size, dtype=float_dtype, device=self._device)
-        most_readers = max(target.columns.stop - target.columns.start for target in targets)
-        space = scores.new_empty(most_readers, here.shape[1], stream.shape[-1])
-        for first_writer, first_row, changes in parts:
-            end_writer = first_writer + len(changes)
-            for row, change in enumerate(changes.unbind(1), first_row):
-                # The rows of a run may be copies of the text.
-                example = row % len(here)
-                for gradients, writers, columns in targets:
-                    start = max(first_writer, writers.start)
-                    end = min(end_writer, writers.stop)
-                    if start < end:
-                        product = self._product(
-                            change[start - first_writer : end - first_writer],
-                            gradients(row, here[example], space),
-                            group[example],
-                        )
-                        scores[start:end, columns, :, example] = product
-        scores[:, :-1].masked_fill_(~graph.allowed[..., None, None].to(scores.device), 0)
-        return scores
+        if self.where.is_whole:
+            return at_least_float32(value[part])
+        row = torch.arange(len(value), device=columns.device)[part.rows, None]
+        index = row, columns[row[:, 0] % len(columns), part.columns]
+        return at_least_float32(value[all_to_device(index, value.device)])
 
-    def _targets(self, run: Gradients) -> list[_Target]:
-        """Run the backward pass and return all blocks of the scores."""
-        by_name = self._gradients(run)
-        targets = self._targets_of_readers(run, by_name)
-        # The last column of the scores is the attribution of each writer.
-        n_readers = len(self.graph.readers)
-        last_column = slice(n_readers, n_readers + 1)
-        for name, writers in self.points.added.items():
-            if name in by_name:
-                gradients = partial(_at, to_device(by_name[name], self._device))
-                targets.append(_Target(gradients, writers, last_column))
-        return targets
+    def _here(self, value: Tensor, columns: Tensor, part: _Part) -> Tensor:
+        """Return the same as `_at`, on the device of the scores."""
+        return to_device(self._at(value, columns, part), self._device)
+
+    def _parts(self, n_rows: int, n_writers: int) -> list[_Part]:
+        """Return the parts of a run that are computed one after another.
+
+        Args:
+            n_rows: the number of rows of the run.
+            n_writers: the number of writers whose changes are computed together.
+
+        Raises:
+            ValueError: if `max_bytes` is too small for one position of one text.
+        """
+        n_columns = self.where.here.shape[1]
+        n_streams = n_writers + self._most_readers + _STREAMS_OF_NORM * len(self.points.readings)
+        n_numbers = n_streams * self._d_model
+        if self.where.labels is not None:
+            n_numbers += n_writers * self._most_readers
+        bytes_of_one = n_numbers * self._dtype.itemsize
+        n_fitting = int(self._max_bytes // bytes_of_one)
+        if n_fitting < 1:
+            raise ValueError(
+                f"max_bytes must be at least {bytes_of_one:,} for the edges at one position; got "
+                f"{self._max_bytes:,}"
+            )
+        if n_fitting < n_columns:
+            parts = []
+            for row in range(n_rows):
+                for start in range(0, n_columns, n_fitting):
+                    parts.append(_Part(slice(row, row + 1), slice(start, start + n_fitting)))
+            return parts
+        n_together = n_fitting // n_columns
+        if self._device.type == "cpu":
+            n_together = min(n_together, max(1, _CPU_BYTES // (bytes_of_one * n_columns)))
+        # Groups of equal size use the same memory.
+        n_together = math.ceil(n_rows / math.ceil(n_rows / n_together))
+        starts = range(0, n_rows, n_together)
+        return [_Part(slice(n, min(n + n_together, n_rows)), slice(0, n_columns)) for n in starts]
+
+    def of_all(self, run: Gradients) -> Float[Tensor, "writer column group batch"]:
+        """Return the scores of all writers, computed from the gradients of one run of the text.
+
+        Raises:
+            ValueError: if a gradient is NaN; see `require_numbers`.
+        """
+        gradients = self._gradients(run)
+        n_rows = len(self.where.here)
+        scores = self._zeros(n_rows, len(self.graph.writers))
+        parts = self._parts(n_rows, len(self.graph.writers))
+        # Use the memory of the changes again. On the CPU, allocating new memory would take longer
+        # than the computation.
+        changes = None
+        for part in progress_of(parts, "texts", len(parts)):
+            changes = self.changes(part, changes)
+            self._add_readers(scores, part, changes=changes, first=0, run=run, gradients=gradients)
+            # The last column of the scores is the attribution of each writer.
+            for name, writers in self.points.added.items():
+                if name in gradients:
+                    at = self._here(gradients[name], self.where.here, part)
+                    of_writers = changes[writers.start : writers.stop]
+                    scores_of_writers = scores[part.rows, :, writers.start : writers.stop, -1:]
+                    self._add(scores_of_writers, part, changes=of_writers, gradients=at[None])
+        return self._checked(scores, self._allowed, gradients)
+
+    def of_copies(
+        self, run: Gradients, writers: Sequence[int], changes: Float[Tensor, "copy batch n d_model"]
+    ) -> Float[Tensor, "copy column group batch"]:
+        """Return the scores of one writer in each copy of the text.
+
+        Args:
+            run: a run of copies of the text.
+            writers: the writer of each copy.
+            changes: the change of the writer of each copy.
+
+        Raises:
+            ValueError: if a gradient is NaN; see `require_numbers`.
+        """
+        gradients = self._gradients(run)
+        batch = len(self.where.here)
+        changes_of_rows = changes.flatten(0, 1)
+        scores = self._zeros(len(changes_of_rows), 1)
+        point_of_writer = {}
+        for name, writers_here in self.points.added.items():
+            point_of_writer |= dict.fromkeys(writers_here, name)
+        for part in self._parts(len(changes_of_rows), 1):
+            of_rows = changes_of_rows[None, part.rows, part.columns]
+            # Writers are in order, so the first one has the most readers.
+            first = writers[part.rows.start // batch]
+            self._add_readers(
+                scores, part, changes=of_rows, first=first, run=run, gradients=gradients
+            )
+            for copy, writer in enumerate(writers):
+                name = point_of_writer[writer]
+                start = max(part.rows.start, copy * batch)
+                stop = min(part.rows.stop, (copy + 1) * batch)
+                if start < stop and name in gradients:
+                    rows_of_copy = _Part(slice(start, stop), part.columns)
+                    at = self._here(gradients[name], self.where.here, rows_of_copy)
+                    self._add(
+                        scores[start:stop, ..., -1:],
+                        rows_of_copy,
+                        changes=changes_of_rows[None, start:stop, part.columns],
+                        gradients=at[None],
+                    )
+        allowed = self._allowed[writers].repeat_interleave(batch, 0)[:, None, None]
+        scores = self._checked(scores, allowed, gradients)
+        return scores[0].unflatten(-1, (-1, batch)).movedim(-2, 0)
+
+    def _zeros(self, n_rows: int, n_writers: int) -> Float[Tensor, "row sum writer column"]:
+        """Return memory for scores, filled with zeros.
+
+        If scores are summed in groups, a sum after the last group contains all other positions.
+
+        Args:
+            n_rows: the number of rows of a run.
+            n_writers: the number of writers in each row.
+        """
+        n_sums = 1 if self.where.labels is None else self.where.groups + 1
+        size = n_rows, n_sums, n_writers, len(self.graph.readers) + 1
+        return torch.zeros(size, dtype=self._dtype, device=self._device)
+
+    def _checked(
+        self,
+        scores: Float[Tensor, "row sum writer column"],
+        allowed: Bool[Tensor, "*row_sum_writer reader"],
+        gradients: Mapping[str, Tensor],
+    ) -> Float[Tensor, "writer column group row"]:
+        """Return scores without the edges that do not exist, after a check for NaN.
+
+        Args:
+            scores: the scores.
+            allowed: the edges that exist.
+            gradients: the gradients by point, from the logits to the input.
+
+        Raises:
+            ValueError: if a gradient is NaN; see `require_numbers`.
+        """
+        # A gradient that is NaN makes scores NaN. So one check is enough if all numbers are finite.
+        if not scores.isfinite().all():
+            for name, gradient in gradients.items():
+                require_numbers(name, gradient)
+        scores[..., :-1].masked_fill_(~allowed, 0)
+        return rearrange(
+            scores[:, : self.where.groups], "row group writer column -> writer column group row"
+        )
 
     def _gradients(self, run: Gradients) -> dict[str, Tensor]:
         """Run the backward pass and return the gradients at readers and writers, by point."""
@@ -330,57 +475,102 @@ class EdgeScores:
 
         def receive(name: str, gradient: Tensor) -> None:
             if name in needed:
-                require_numbers(name, gradient)
-                by_name[name] = at_least_float32(gradient)
+                by_name[name] = gradient
 
         run.backward(receive)
         return by_name
 
-    def _targets_of_readers(self, run: Gradients, by_name: Mapping[str, Tensor]) -> list[_Target]:
-        """Return the blocks of the scores of all readers.
-
-        A block has the readers of one or several consecutive streams, so that one matrix product is
-        large enough to be fast.
+    def _add_readers(
+        self,
+        scores: Float[Tensor, "row sum writer column"],
+        part: _Part,
+        changes: Float[Tensor, "writer part n d_model"],
+        first: int,
+        run: Gradients,
+        gradients: Mapping[str, Tensor],
+    ) -> None:
+        """Add the scores of all readers at some positions of some rows.
 
         Args:
+            scores: the scores of all rows.
+            part: the rows and the positions.
+            changes: the changes of writers at these positions: of all writers, or of one writer in
+                each row.
+            first: the index of the first writer. Earlier readers are left out.
             run: the run.
-            by_name: the gradients at the points of the readers.
+            gradients: the gradients by point.
         """
-        targets, parts = [], []
-        for reading in self.points.readings:
-            value = run.values[reading.at]
-            gradient = by_name.get(reading.at, torch.zeros_like(value))
-            stream = run.values[reading.stream]
-            pullback = Pullback(reading, stream, gradient=gradient, device=self._device)
-            parts.append((reading.readers, pullback))
-            readers = slice(parts[0][0].start, reading.readers.stop)
-            if readers.stop - readers.start >= _ENOUGH or reading is self.points.readings[-1]:
-                writers = self.graph.allowed[:, readers].any(1).nonzero()
-                writers_before = range(int(writers.max()) + 1)
-                targets.append(_Target(Pullbacks(parts), writers_before, readers))
-                parts = []
-        return targets
+        here = self.where.here
+        readings = self.points.readings
+        targets = [target for target in self._targets if target.n_writers > first]
+        if not targets:
+            return
+        # The scale of a norm is computed on the device of its output.
+        streams = {}
+        for n in range(targets[0].readings.start, len(readings)):
+            stream = self._at(run.values[readings[n].stream], here, part)
+            streams[n] = to_device(stream, run.values[readings[n].at].device)
+        scales = self._pullbacks.scales(streams)
+        space = changes.new_empty(self._most_readers, *changes.shape[1:])
+        for target in targets:
+            start = target.columns.start
+            for n in target.readings:
+                reading = readings[n]
+                out = space[reading.readers.start - start : reading.readers.stop - start]
+                if reading.at in gradients:
+                    at = self._at(gradients[reading.at], here, part)
+                    self._pullbacks.put(n, streams[n], gradient=at, scale=scales.get(n), out=out)
+                else:
+                    out.zero_()
+            n_writers = min(target.n_writers, len(changes))
+            self._add(
+                scores[part.rows, :, :n_writers, target.columns],
+                part,
+                changes=changes[:n_writers],
+                gradients=space[: target.columns.stop - start],
+            )
 
-    def _product(
+    def _add(
         self,
-        change: Float[Tensor, "writer n d_model"],
-        gradient: Float[Tensor, "reader n d_model"],
-        group: Int[Tensor, " n"],
-    ) -> Float[Tensor, "writer reader group"]:
-        """Return the products of changes and gradients, summed over the columns of each group."""
+        scores: Float[Tensor, "part sum writer reader"],
+        part: _Part,
+        changes: Float[Tensor, "writer part n d_model"],
+        gradients: Float[Tensor, "reader part n d_model"],
+    ) -> None:
+        """Add the products of changes and gradients to scores, summed over positions.
+
+        Args:
+            scores: the scores of the rows, writers and readers.
+            part: the rows and the positions.
+            changes: the change of each writer.
+            gradients: the gradient at each reader.
+        """
         if self.where.labels is None:
-            return (change.flatten(1) @ gradient.flatten(1).T)[..., None]
-        products = torch.einsum("wnd,rnd->wrn", change, gradient)
-        sums = products.new_zeros(*products.shape[:2], self.where.groups + 1)
-        return sums.index_add_(2, group, products)[..., :-1]
+            of_writers = rearrange(changes, "writer part n d_model -> part writer (n d_model)")
+            of_readers = rearrange(gradients, "reader part n d_model -> part (n d_model) reader")
+            scores[:, 0].baddbmm_(of_writers, of_readers)
+            return
+        products = torch.einsum("wbnd,rbnd->bnwr", changes, gradients).flatten(0, 1)
+        row = torch.arange(part.rows.start, part.rows.stop, device=self._device)
+        group = self.where.group[row % len(self.where.group), part.columns]
+        n_sums = scores.shape[1]
+        index = (row - part.rows.start)[:, None] * n_sums + group
+        scores.view(-1, *scores.shape[2:]).index_add_(0, index.flatten(), products)
 
 
-def _at(gradient: Tensor, row: int, columns: Tensor, space: Tensor) -> Tensor:
-    """Return the gradient at some columns of a row, [1, n, d_model]; a function for `_Target`.
-
-    A `_Target` also passes memory for the result, which is not needed here.
-    """
-    return gradient[row, columns][None]
+def _targets(points: ScoredPoints) -> list[_Target]:
+    """Return the readers whose gradients are used in one matrix product, in order."""
+    readings = points.readings
+    targets = []
+    first = 0
+    for n, reading in enumerate(readings):
+        columns = slice(readings[first].readers.start, reading.readers.stop)
+        if columns.stop - columns.start >= _ENOUGH or n == len(readings) - 1:
+            writers_before = points.graph.allowed[:, columns].any(1).nonzero()
+            target = _Target(range(first, n + 1), columns, int(writers_before.max()) + 1)
+            targets.append(target)
+            first = n + 1
+    return targets
 
 
 def _writers_by_point(graph: Graph) -> dict[str, range]:

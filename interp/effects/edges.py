@@ -21,11 +21,19 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import Point
-from hooks.base import Texts, require_choice, shows_progress, to_device, warn, without_gradients
+from hooks.base import (
+    Texts,
+    all_to_device,
+    require_choice,
+    shows_progress,
+    to_device,
+    warn,
+    without_gradients,
+)
 from interp.effects.edge_scores import EdgeScores, ScoredPoints, changed_positions
 from interp.graph import Graph
 from interp.inputs.parts import UNFINISHED, finished
@@ -56,6 +64,7 @@ def edge_attribution(
     direction: PatchingDirection = "noising",
     source: Source | None = None,
     split_embeddings: bool = False,
+    max_bytes: int = 2**29,
     progress: bool = True,
 ) -> Result:
     """Return an estimate of the effect of every edge of a `Graph`.
@@ -75,9 +84,11 @@ def edge_attribution(
       The scores of each writer's edges add up to the effect of replacing the writer. Every step of
       a path needs one run for each writer.
 
-    Besides the gradients, the memory contains the changes of all writers: one residual stream for
-    each writer, for one example at a time. For `eap_ig_activations`, it contains the changes for
-    all examples.
+    Besides the gradients of a run, the memory contains the changes of all writers: one residual
+    stream for each writer. On a GPU, the changes of as many examples as `max_bytes` allows are
+    computed together. On the CPU, only small examples are computed together, because large ones
+    take as long together as one after another. For `eap_ig_activations`, the memory contains the
+    changes of all examples.
 
     By default, corrupted values replace values of the clean run (`direction="noising"`). Activation
     and attribution patching do the reverse by default.
@@ -98,6 +109,10 @@ def edge_attribution(
             a difference of biases.
         split_embeddings: whether token and position embeddings are two separate writers; see
             `Graph`. For `eap_ig_inputs`, both together are the input.
+        max_bytes: a bound on the memory of changes and gradients that are computed together, in
+            bytes. The model, the runs and the scores do not count, and for `eap_ig_activations` the
+            changes of all examples do not count either. An example that does not fit is computed in
+            parts, a few positions at a time. Default: 512 MiB.
         progress: whether to show a bar after two seconds.
 
     Returns:
@@ -113,8 +128,8 @@ def edge_attribution(
 
     Raises:
         ValueError: if the method does not exist or has no steps, if texts, positions or steps do
-            not fit, the metric has no gradient, gradients or scores are not finite, or for the
-            reasons of `Graph`.
+            not fit, the metric has no gradient, gradients or scores are not finite, `max_bytes` is
+            too small for one position of one example, or for the reasons of `Graph`.
         TypeError: if the model lacks a part that a `Graph` needs.
         HookError: if hooks act on the model.
         ModeError: if the model is in training mode.
@@ -136,7 +151,9 @@ def edge_attribution(
     require_no_direction(source, direction, "noising")
     graph = Graph(model, split_embeddings)
     source_graph = source_graph_of(source, graph)
-    runs = Runs(graph.runner().model, pairs, direction=direction, source=source)
+    runs = Runs(
+        graph.runner().model, pairs, direction=direction, max_bytes=max_bytes, source=source
+    )
     source_values = runs.source(graph.needed)
     prompts = None if runs.rows is runs.pairs else runs.prompts
     where = changed_positions(over, runs.text, runs.other, prompts)
@@ -150,6 +167,7 @@ def edge_attribution(
         source_graph=source_graph,
         base=start.values,
         device=base.device,
+        max_bytes=runs.max_bytes,
     )
     scored = PathScores(edge_scores.of_all(start))
     difference = to_device(runs.target, base.device) - base
@@ -164,9 +182,11 @@ def edge_attribution(
             scored = paths.of_input(scored.scores)
         else:
             scored = paths.of_writers(scored.scores)
-    has_edges = graph.allowed.any(1).to(scored.scores.device)
-    sums = _sums(scored, difference, has_edges)
-    values = scored.scores[:, :-1][graph.allowed.to(scored.scores.device)]
+    # Indices that come from the CPU need no wait, and masks on the device do.
+    writer, reader = all_to_device(graph.allowed.nonzero(as_tuple=True), scored.scores.device)
+    with_edges = to_device(graph.allowed.any(1).nonzero()[:, 0], scored.scores.device)
+    sums = _sums(scored, difference, with_edges)
+    values = scored.scores[writer, reader]
     values = values.squeeze(1) if over is None else values
     labels: dict[str, Any] = {"edge": graph.edges}
     if over is not None:
@@ -176,7 +196,7 @@ def edge_attribution(
 
 
 def _sums(
-    scored: "PathScores", difference: Tensor, has_edges: Bool[Tensor, " writer"]
+    scored: "PathScores", difference: Tensor, with_edges: Int[Tensor, " writer"]
 ) -> dict[str, dict[str, Any]]:
     """Return the differences between the sums of edges and their expected values.
 
@@ -185,23 +205,28 @@ def _sums(
     Args:
         scored: the scores of all edges, and the attribution of each writer.
         difference: the difference of the metrics of the two runs.
-        has_edges: False for writers without edges. These are biases, which are equal in two runs of
-            one model and differ in runs of two models.
+        with_edges: the writers that have edges. Writers without edges are biases, which are equal
+            in two runs of one model and differ in runs of two models.
 
     Raises:
         ValueError: if a score or the difference of the metrics is not finite.
     """
-    if not (scored.scores.isfinite().all() and difference.isfinite().all()):
-        raise ValueError("scores and metrics must be finite; got numbers that are not finite")
-    edges = scored.scores[has_edges, :-1]
-    nodes = scored.scores[has_edges, -1]
+    scores = scored.scores[with_edges]
+    edges = scores[:, :-1]
+    nodes = scores[:, -1]
     gap = (edges.sum(1) - nodes).abs().max()
-    gap_of_node, node = torch.stack([gap, nodes.abs().max()]).tolist()
+    gaps = difference[:0] if scored.gaps is None else scored.gaps * difference.abs().mean()
+    is_finite = scored.scores.isfinite().all() & difference.isfinite().all()
+    # Read all numbers from the device at once.
+    numbers = torch.stack([is_finite.to(gap.dtype), gap, nodes.abs().max()])
+    finite, gap_of_node, node, *gaps_read = torch.cat([numbers, gaps]).tolist()
+    if not finite:
+        raise ValueError("scores and metrics must be finite; got numbers that are not finite")
     largest: dict[str, Any] = {"gap_of_node": gap_of_node, "node": node}
     examples = {}
     if scored.gaps is not None:
         largest["steps"] = scored.steps
-        examples["gaps"] = (scored.gaps * difference.abs().mean()).tolist()
+        examples["gaps"] = gaps_read
     return {"largest": largest, "examples": examples}
 
 
@@ -283,7 +308,7 @@ class Paths:
         # known only for the sum over all edges of these writers. This sum leaves out the last
         # column, which is not an edge.
         n_inputs = self._scores.graph.n_inputs
-        change = self._scores.changes(slice(None))[:n_inputs].sum(0, keepdim=True)
+        change = self._scores.changes()[:n_inputs].sum(0, keepdim=True)
 
         def at(paths: Sequence[int], share: float) -> tuple[Tensor, Tensor]:
             run = self._run(paths, change, share)
@@ -301,7 +326,7 @@ class Paths:
         Args:
             first: the scores at the start of all paths.
         """
-        changes = self._scores.changes(slice(None))
+        changes = self._scores.changes()
         batch = self._batch
         n_at_once = max(1, _TOKENS // self._runs.text.tokens.numel())
 
@@ -310,11 +335,7 @@ class Paths:
             for start in range(0, len(paths), n_at_once):
                 writers = paths[start : start + n_at_once]
                 run = self._run(writers, changes, share)
-                parts = (
-                    (writer, copy * batch, changes[writer][None])
-                    for copy, writer in enumerate(writers)
-                )
-                scores.append(self._scores.of(run, parts)[writers])
+                scores.append(self._scores.of_copies(run, writers, changes[writers]))
                 metrics.append(run.base.view(-1, batch))
             return torch.cat(scores), torch.cat(metrics)
 

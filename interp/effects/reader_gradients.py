@@ -1,17 +1,17 @@
 """Gradients at the readers of a graph, propagated back through their norms to the stream."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from hooks.base import all_to_device, at_least_float32, to_device, without_gradients
 from hooks.shared import replay
 from interp.graph import Graph
-from interp.graph.norms import is_identity, linear_part
+from interp.graph.norms import LinearPart, is_identity, kind_of_scale, linear_part
 
 
 class StreamReaders(NamedTuple):
@@ -60,7 +60,19 @@ def readings(graph: Graph) -> Iterator[StreamReaders]:
     )
 
 
-class Pullback:
+class Scale(NamedTuple):
+    """The scale by which a norm divides a stream.
+
+    Attributes:
+        scale: the scale at each position.
+        slope: the gradient of the scale with respect to the stream, divided by the scale.
+    """
+
+    scale: Float[Tensor, "batch pos 1"]
+    slope: Float[Tensor, "batch pos d_model"]
+
+
+class Pullbacks:
     """The gradient of each reader with respect to the stream, through that reader alone.
 
     A norm is `A x / scale(x) + constant`. So the gradient g before the norm is `A^T g / scale`
@@ -68,92 +80,91 @@ class Pullback:
     the projection once, because it is the same at all positions.
 
     Args:
-        reading: the readers.
-        stream: the stream before the norm.
-        gradient: the gradient of the metric at the output of the projection, or of the norm.
+        readings: the readers of each stream, in the order of computation.
+        d_model: the size of the stream.
         device: the device of the results.
     """
 
     @without_gradients
     def __init__(
+        self, readings: Sequence[StreamReaders], d_model: int, device: torch.device
+    ) -> None:
+        self._readings = readings
+        self._device = device
+        self._linear: list[LinearPart] = []
+        self._weights: list[Tensor | None] = []
+        for reading in readings:
+            linear = linear_part(reading.norm, d_model)
+            weight = None
+            if reading.weight is not None:
+                weight = to_device(at_least_float32(linear.before(reading.weight)), device)
+            self._linear.append(linear)
+            self._weights.append(weight)
+
+    @without_gradients
+    def scales(self, streams: Mapping[int, Float[Tensor, "batch pos d_model"]]) -> dict[int, Scale]:
+        """Return the scale of each norm that is not an identity, by the index of its reading.
+
+        The scales of norms that divide in the same way are computed together.
+
+        Args:
+            streams: the stream before each norm, at some positions of some texts, by the index of
+                its reading.
+        """
+        together: dict[Hashable, list[int]] = {}
+        for n, stream in streams.items():
+            norm = self._readings[n].norm
+            if not is_identity(norm):
+                kind = (kind_of_scale(norm), stream.device, stream.dtype)
+                together.setdefault(kind, []).append(n)
+        scales = {}
+        for numbers in together.values():
+            stack = torch.cat([at_least_float32(streams[n]) for n in numbers])
+            whole = all_to_device(_scale(self._readings[numbers[0]].norm, stack), self._device)
+            parts = zip(*(part.chunk(len(numbers)) for part in whole), strict=True)
+            scales |= {n: Scale(*part) for n, part in zip(numbers, parts, strict=True)}
+        return scales
+
+    def put(
         self,
-        reading: StreamReaders,
+        n: int,
         stream: Float[Tensor, "batch pos d_model"],
         gradient: Float[Tensor, "batch pos d"],
-        device: torch.device,
+        scale: Scale | None,
+        out: Float[Tensor, "reader batch pos d_model"],
     ) -> None:
-        gradient = at_least_float32(gradient)
-        stream = to_device(at_least_float32(stream), gradient.device)
-        weight: Tensor | None = None
-        slope: Tensor | None = None
-        if not is_identity(reading.norm):
-            scale, slope = _scale(reading.norm, stream)
-            gradient = gradient / scale
-            slope = slope / scale
-        linear = linear_part(reading.norm, stream.shape[-1])
-        if reading.weight is None:
-            gradient = linear.before(gradient)
-        else:
-            weight = at_least_float32(linear.before(reading.weight))
-        self.stream, self.gradient = all_to_device((stream, gradient), device)
-        self.weight, self.slope = all_to_device((weight, slope), device)
-
-    def __call__(
-        self, example: int, pos: Int[Tensor, " n"], out: Float[Tensor, "reader n d_model"]
-    ) -> None:
-        """Write the gradients at some positions of an example into `out`.
+        """Write the gradients of the readers of one stream into `out`.
 
         Args:
-            example: the index of the example.
-            pos: the positions.
+            n: the index of the reading.
+            stream: the stream before the norm, at some positions of some texts.
+            gradient: the gradient of the metric at the output of the projection, or of the norm.
+            scale: the scale of the norm, from `scales`; None for an identity.
             out: the memory for the result.
         """
-        gradient = self.gradient[example, pos]
-        if self.weight is None:
-            out.copy_(gradient)
+        gradient = to_device(at_least_float32(gradient), self._device)
+        if scale is not None:
+            gradient = gradient / scale.scale
+        weight = self._weights[n]
+        if weight is None:
+            out.copy_(self._linear[n].before(gradient))
         else:
-            by_head = rearrange(gradient, "n (head d_head) -> head n d_head", head=len(self.weight))
-            torch.bmm(by_head, self.weight, out=out)
-        if self.slope is not None:
-            products = torch.einsum("rnd,nd->rn", out, self.stream[example, pos])
-            out.addcmul_(products[..., None], self.slope[example, pos], value=-1)
+            by_head = rearrange(
+                gradient, "batch pos (head d_head) -> head (batch pos) d_head", head=len(weight)
+            )
+            torch.bmm(by_head, weight, out=out.flatten(1, 2))
+        if scale is not None:
+            stream = to_device(at_least_float32(stream), self._device)
+            products = torch.einsum("rbpd,bpd->rbp", out, stream)
+            out.addcmul_(products[..., None], scale.slope, value=-1)
 
 
-class Pullbacks:
-    """Pullbacks of consecutive readings, whose gradients are used in one matrix product.
-
-    Args:
-        parts: the indices of the readers of each pullback, and the pullback.
-
-    Attributes:
-        readers: the indices of the readers in the graph.
-    """
-
-    def __init__(self, parts: Sequence[tuple[slice, Pullback]]) -> None:
-        self.readers = slice(parts[0][0].start, parts[-1][0].stop)
-        self._parts = parts
-
-    def __call__(
-        self, example: int, pos: Int[Tensor, " n"], space: Float[Tensor, "most n d_model"]
-    ) -> Float[Tensor, "reader n d_model"]:
-        """Return the gradients at some positions of an example, written into `space`.
-
-        Args:
-            example: the index of the example.
-            pos: the positions.
-            space: memory for at least as many readers.
-        """
-        first = self.readers.start
-        for readers, pullback in self._parts:
-            pullback(example, pos, space[readers.start - first : readers.stop - first])
-        return space[: self.readers.stop - first]
-
-
-def _scale(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scale by which a norm divides, and the gradient of the scale."""
+def _scale(norm: Any, x: Tensor) -> Scale:
+    """Return the scale by which a norm divides vectors, and the gradient of the scale."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         scales: list[Tensor] = []
         replay(norm, (x,), {}, [(norm.scale, scales.append)])
         (slope,) = torch.autograd.grad(scales[0].sum(), x)
-    return scales[0].detach(), slope
+    scale = scales[0].detach()
+    return Scale(scale, slope.div_(scale))

@@ -1,6 +1,7 @@
 """The linear part of a norm: the whole norm except the division by its scale."""
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,11 +9,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks import Identity
+from hooks import HookPoint, Identity
 from hooks.base import at_least_float32
+from hooks.shared import is_listened_to
 from interp.numbers.precision import like
 
 _CENTRES = {nn.LayerNorm: True, nn.RMSNorm: False}
+
+# The attributes of every module, and the types of settings that can be compared.
+_MODULE = frozenset(vars(nn.Module()))
+_PLAIN = (type(None), bool, int, float, str, torch.dtype)
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,36 @@ class LinearPart:
 def is_identity(norm: nn.Module | None) -> bool:
     """Return True if the norm is missing or an identity."""
     return norm is None or isinstance(norm, (Identity, nn.Identity))
+
+
+def kind_of_scale(norm: nn.Module) -> Hashable:
+    """Return a value that is equal for two norms only if they divide equal vectors by equal scales.
+
+    The gain and the bias of a norm do not change its scale. Two norms are equal if they have the
+    same class and the same settings, such as `eps`, and if nothing else can change their results.
+    Otherwise the value belongs to this norm alone.
+
+    Args:
+        norm: the norm.
+    """
+    settings = {name: value for name, value in vars(norm).items() if name not in _MODULE}
+    tensors = {name for name, _ in (*norm.named_parameters(), *norm.named_buffers())}
+    is_plain = all(map(_is_plain, settings.values()))
+    points = [*norm.named_children()]
+    if (
+        not (is_plain and tensors <= {"weight", "bias"})
+        or is_listened_to(norm)
+        or not all(isinstance(point, HookPoint) for _, point in points)
+    ):
+        return id(norm)
+    return type(norm), repr(sorted(settings.items())), *(name for name, _ in points)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return True if equal texts of two settings mean equal settings."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
 
 
 def linear_part(norm: nn.Module | None, *shape: int) -> LinearPart:

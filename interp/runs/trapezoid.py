@@ -15,6 +15,7 @@ computes this sum.
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -99,15 +100,19 @@ def averaged(
     while True:
         # Skip the shares that earlier rounds have added: they are multiples of 1 / n_before.
         shares = [n / n_steps for n in range(1, n_steps) if n * n_before % n_steps]
+        rows = to_device(torch.tensor(paths), sums.device)
         for share in progress_of(shares, "steps on the way", len(shares)):
-            sums[paths] += at(paths, share)[0]
+            sums.index_add_(0, rows, at(paths, share)[0])
         for path in paths:
             steps_of_paths[path] = n_steps
-        means = sums / sums.new_tensor(steps_of_paths).view(-1, *[1] * (sums.ndim - 1))
+        steps_taken = to_device(torch.tensor(steps_of_paths, dtype=sums.dtype), sums.device)
+        means = sums / steps_taken.view(-1, *[1] * (sums.ndim - 1))
         # If the metric does not change, the gap is 0 / 0, and counts as 0.
         gaps = ((added(means) - change).abs() / size).nan_to_num()
+        if steps != "auto" or n_steps == _MOST:
+            return Mean(means, steps_of_paths, gaps, change)
         largest = gaps.amax(1).tolist()
         paths = [path for path in paths if largest[path] > TOLERANCE]
-        if steps != "auto" or n_steps == _MOST or not paths:
+        if not paths:
             return Mean(means, steps_of_paths, gaps, change)
         n_before, n_steps = n_steps, 2 * n_steps

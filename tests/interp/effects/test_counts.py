@@ -6,7 +6,13 @@ Each job has limits for a small model and, with --full, for 12 layers of 12 head
 import pytest
 import torch
 
-from interp import Pairs, activation_patching, attribution_patching, log_prob
+from interp import (
+    Pairs,
+    activation_patching,
+    attribution_patching,
+    edge_attribution,
+    log_prob,
+)
 from models import Transformer, TransformerConfig
 from tests.counting import counted
 
@@ -21,9 +27,18 @@ def effects_by(analysis, site, over):
     return job
 
 
+def edges(**options):
+    def job(model, clean, corrupted, mask):
+        pairs = Pairs(clean, corrupted, metric=log_prob(0), attention_mask=mask)
+        return edge_attribution(model, pairs, **options)
+
+    return job
+
+
 PATCHED = effects_by(activation_patching, "z", ("layer", "head"))
 BY_POSITION = effects_by(activation_patching, "resid_pre", ("layer", "pos"))
 ATTRIBUTED = effects_by(attribution_patching, "z", ("layer", "head"))
+BY_INPUTS = edges(method="eap_ig_inputs", steps=4)
 PADDED = torch.ones(8, 9).bool()
 PADDED[2, :3] = PADDED[5, :1] = False
 ROWS = {
@@ -33,9 +48,15 @@ ROWS = {
     "patching by position": (BY_POSITION, 8, None, (430, 8), (2400, 10)),
     "attribution patching": (ATTRIBUTED, 8, None, (160, 7), (460, 8)),
     "attribution of padded texts": (ATTRIBUTED, 8, PADDED, (200, 11), (560, 11)),
+    "edges of 1 example": (edges(), 1, None, (360, 20), (1200, 20)),
+    "edges of 8 examples": (edges(), 8, None, (360, 20), (1200, 20)),
+    "edges of padded texts": (edges(), 8, PADDED, (400, 20), (1200, 20)),
+    "edges of 32 examples": (edges(), 32, None, (360, 20), (1200, 20)),
+    "integrated gradients of edges": (BY_INPUTS, 8, None, (1300, 40), (4500, 40)),
 }
 
 
+@pytest.mark.filterwarnings("ignore:scores of edges should add up")
 @pytest.mark.parametrize(
     "size", [SMALL, pytest.param(LARGE, marks=pytest.mark.full)], ids=["small", "large"]
 )

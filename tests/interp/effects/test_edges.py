@@ -1,9 +1,12 @@
 """Edge attribution, compared with slow masked runs and autograd, and with exact patching."""
 
+import re
+
 import pytest
 import torch
 
 from hooks import HookedRunner, HookError, ModeError
+from hooks.base import peak_bytes
 from interp import Pairs, edge_attribution, edge_patching
 from interp.graph import Graph
 from tests.streams import FORMS, made, slow_run
@@ -280,6 +283,61 @@ def test_readers_are_scored_a_few_at_a_time(monkeypatch):
     whole = edge_attribution(model, PAIRS)
     monkeypatch.setattr("interp.effects.edge_scores._ENOUGH", 7)
     close(edge_attribution(model, PAIRS).values, whole.values)
+
+
+def least_bytes(*given, **options):
+    """Return the smallest `max_bytes` of a call, as the error names it."""
+    with pytest.raises(ValueError, match="max_bytes must be at least") as error:
+        edge_attribution(*given, max_bytes=1, **options)
+    number = re.search(r"at least ([\d,]+)", str(error.value))[1]
+    return int(number.replace(",", ""))
+
+
+@pytest.mark.filterwarnings(GAPS)
+@pytest.mark.parametrize(
+    ("method", "over"),
+    [
+        ("eap", None),
+        ("eap", "pos"),
+        ("eap", "span"),
+        ("eap_ig_inputs", None),
+        ("eap_ig_activations", "pos"),
+    ],
+)
+def test_any_bound_of_the_memory_gives_the_same_scores(method, over, monkeypatch):
+    model = made(**FORMS["sandwich"], n_layers=2)
+    spans = {"a": [[1, 2], [0, 0], [4, 3]], "b": [[3], [2], [1]]}
+    pairs = Pairs(BASE, TARGET, ANSWERS, attention_mask=SHORT, spans=spans)
+    options = {"method": method, "over": over} | ({} if method == "eap" else {"steps": 2})
+    monkeypatch.setattr("interp.effects.edge_scores._CPU_BYTES", 0)
+    one_by_one = edge_attribution(model, pairs, **options).values
+    least = least_bytes(model, pairs, **options)
+    # One position or two at a time.
+    for max_bytes in (least, 5 * least // 2):
+        split = edge_attribution(model, pairs, **options, max_bytes=max_bytes)
+        close(split.values, one_by_one)
+    # Two texts and then one, or all texts together.
+    monkeypatch.setattr("interp.effects.edge_scores._CPU_BYTES", 2**40)
+    for max_bytes in (2 * POS * least, 2**30):
+        grouped = edge_attribution(model, pairs, **options, max_bytes=max_bytes)
+        close(grouped.values, one_by_one)
+
+
+@pytest.mark.filterwarnings(GAPS)
+def test_the_memory_stays_within_its_bound(monkeypatch):
+    monkeypatch.setattr("interp.effects.edge_scores._CPU_BYTES", 2**40)
+    model = made(n_layers=4).requires_grad_(False)
+    texts = torch.randint(23, (30, 11), generator=torch.Generator().manual_seed(2))
+    pairs = Pairs(texts, (texts + 1) % 23, metric=lambda logits: logits[:, -1, 4])
+    least = least_bytes(model, pairs)
+
+    def peak(max_bytes):
+        return peak_bytes(lambda: edge_attribution(model, pairs, max_bytes=max_bytes))[1]
+
+    # The memory of the runs and of the result is the same in both calls.
+    one_text, ten_texts = 11 * least, 110 * least
+    difference = peak(ten_texts) - peak(one_text)
+    assert ten_texts / 3 < difference <= ten_texts
 
 
 def test_effects_that_no_reader_sees_give_a_warning():
