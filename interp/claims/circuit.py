@@ -33,6 +33,7 @@ from interp.graph.circuits import greedy
 from interp.graph.graph import Graph
 from interp.kinds import require_made
 from interp.pairs.pairs import Pairs, PatchingDirection
+from interp.protocol import runner_of
 from interp.results.result import Result
 from interp.runs.circuit_runs import CircuitRuns
 from interp.runs.masked import CircuitSource
@@ -269,9 +270,10 @@ def _mean_ablation(trial: Trial, circuit: Circuit, bounds: Bounds) -> Test:
     if not pairs.text.real.all():
         return _Shares(trial, pairs, circuit, "zero").test("zero ablation", bounds)
     graph = circuit.graph
+    runner = runner_of(trial.model)
     means = []
     for part in (pairs.rows().text, pairs.rows().corrupted_text):
-        cache = graph.runner().capture(part.tokens, names=graph.needed)
+        cache = runner.capture(part.tokens, names=graph.needed, **part.arguments(trial.model))
         means.append(graph.mean(cache))
     source = torch.stack(means).mean(0)
     return _Shares(trial, pairs, circuit, source).test("mean ablation", bounds)

@@ -322,11 +322,14 @@ class Claim(plots.Shown):
         if not isinstance(says, str) or not says.strip():
             raise ValueError(f"says must be a text with the statement; got {says!r}")
         require_integer("seeds", seeds)
+        stored = StoredPairs.of("pairs", pairs, model)
+        stored_test = None if test is None else StoredPairs.of("test", test, model)
+        _require_corrupted(content, pairs=stored, test=stored_test)
         return cls(
             says=says,
             model=Identity.of(model, name),
-            pairs=StoredPairs.of("pairs", pairs, model),
-            test=None if test is None else StoredPairs.of("test", test, model),
+            pairs=stored,
+            test=stored_test,
             content=content,
             versions={
                 "hookscope": __version__,
@@ -410,7 +413,9 @@ class Claim(plots.Shown):
     def _given(self, model: nn.Module, fresh: Pairs | None) -> Pairs | None:
         """Return the pairs for the tests, before copies of the claim's pairs are left out."""
         if fresh is not None:
-            return StoredPairs.of("fresh", fresh, model).restored(model)
+            stored = StoredPairs.of("fresh", fresh, model)
+            _require_corrupted(self.content, fresh=stored)
+            return stored.restored(model)
         return None if self.test is None else self.test.restored(model)
 
     def _unseen(self, pairs: Pairs, found_on: Pairs) -> Pairs | None:
@@ -477,13 +482,16 @@ class Claim(plots.Shown):
         choice(facts["format"], "format", (_FORMAT,))
         kind = choice(facts["kind"], "kind", tuple(_KINDS))
         versions = fields(facts["versions"], "versions", "hookscope", "torch", "python")
-        test = facts["test"]
+        content = _KINDS[kind].from_json(facts["content"], "content")
+        pairs = StoredPairs.from_json(facts["pairs"], "pairs")
+        test = None if facts["test"] is None else StoredPairs.from_json(facts["test"], "test")
+        _require_corrupted(content, pairs=pairs, test=test)
         return cls(
             says=text(facts["says"], "says"),
             model=Identity.from_json(facts["model"], "model"),
-            pairs=StoredPairs.from_json(facts["pairs"], "pairs"),
-            test=None if test is None else StoredPairs.from_json(test, "test"),
-            content=_KINDS[kind].from_json(facts["content"], "content"),
+            pairs=pairs,
+            test=test,
+            content=content,
             versions={name: text(fact, f"versions.{name}") for name, fact in versions.items()},
             seeds=integer(facts["seeds"], "seeds", least=1),
         )
@@ -514,6 +522,24 @@ class Claim(plots.Shown):
             f"found on {len(self.pairs.clean)} pairs; {n_test} pairs to test it",
         ]
         return "\n  ".join(lines)
+
+
+def _require_corrupted(content: Content, **pairs: StoredPairs | None) -> None:
+    """Check that pairs have corrupted texts, if the tests of a claim need them.
+
+    Args:
+        content: the content of the claim.
+        pairs: the pairs, by the name for the error.
+
+    Raises:
+        ValueError: if some pairs have no corrupted texts.
+    """
+    for name, stored in pairs.items():
+        if content.compares_texts and stored is not None and stored.corrupted is None:
+            raise ValueError(
+                f"{name}.corrupted must be texts for a claim about a {content.kind}; got none: "
+                "pass Pairs(clean, corrupted, answers)"
+            )
 
 
 def _test_of_texts(given: Pairs | None, usable: Pairs | None) -> Test:

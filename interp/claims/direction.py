@@ -60,6 +60,7 @@ class DirectionContent(Content):
     cost: float
 
     kind: ClassVar[str] = "direction"
+    compares_texts: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         number(self.strength, "strength")
@@ -159,7 +160,8 @@ class DirectionContent(Content):
 
     def _cost(self, trial: Trial, own: Direction) -> Test:
         """Return the test of the KL divergence on other texts."""
-        text = Text.padded([torch.tensor(row) for row in self.texts["others"]])
+        rows = [torch.tensor(row) for row in self.texts["others"]]
+        text = Text.padded(rows, device=trial.fresh.text.tokens.device)
         curve = steering_curve(
             trial.model,
             own,

@@ -57,6 +57,8 @@ class Content:
     """The content of a claim: what is claimed, the promised numbers, and the tests."""
 
     kind: ClassVar[str]
+    compares_texts: ClassVar[bool] = True
+    """True if the pairs must have corrupted texts."""
 
     @property
     def title(self) -> str:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from hooks import CacheError
-from interp import Circuit, Claim, Pairs
+from interp import Circuit, Claim, Pairs, run_circuit
 from interp.graph import Graph
+from models import attach
 from tests.interp.claims.known import EDGES, claim_of, induction_pairs, model_of
 from tests.shipped import pydoc
 
@@ -100,6 +101,8 @@ WRONG = [
     (("pairs", "clean"), [[1, 2.0]] * 5),
     (("pairs", "clean"), [[1, -2]] * 5),
     (("pairs", "corrupted"), [[1, 2]] * 5),
+    (("pairs", "corrupted"), None),
+    (("test", "corrupted"), None),
     (("pairs", "answers"), [[[1], [2], [3]]] * 5),
     (("pairs", "answers"), [[[1], [2]]] * 4),
     (("pairs", "pos"), [11] * 5),
@@ -204,6 +207,38 @@ def test_a_model_with_other_words_is_an_error():
     claim = Claim._from_json(facts)
     with pytest.raises(ValueError, match="same words.*QX7.*QX8.*text 1"):
         claim.verify(model)
+
+
+def test_an_attached_model_is_verified(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=31,
+        n_positions=12,
+        n_embd=24,
+        n_layer=2,
+        n_head=3,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(config).eval()
+    attach(model)
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(31, (4, 6, 7), generator=draw)
+    answers = torch.arange(12).view(6, 2)
+    pairs, test = Pairs(tokens[0], tokens[1], answers), Pairs(tokens[2], tokens[3], answers)
+    graph = Graph(model)
+    circuit = Circuit(graph, graph.edges[::2])
+    claim = Claim.circuit(model, pairs, circuit, "c", test=test, seeds=1)
+    measured = loaded(claim.as_json(), tmp_path).verify(model)["faithful"].measured
+    with torch.no_grad():
+        metrics = []
+        for kept in (circuit, [], graph.edges):
+            last = run_circuit(model, test, kept)[:, -1].gather(1, answers)
+            metrics.append((last[:, 0] - last[:, 1]).mean().item())
+    share, none, whole = metrics
+    assert measured == pytest.approx((share - none) / (whole - none), rel=1e-3)
 
 
 def test_a_position_survives_a_file():
