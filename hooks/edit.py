@@ -157,7 +157,7 @@ class HookContext:
         try:
             session.__enter__()
             calls = Calls()
-            session.before(self._model, lambda args, kwargs: calls.clear())
+            session.count(self._model, lambda args, kwargs: calls.clear())
             for edited, receipts in zip_longest(self._edits, self._receipts):
                 again = edit_at(edited, self._fired)
                 noting = edited
@@ -172,7 +172,9 @@ class HookContext:
                 edit = edit_at(
                     noting, self._fired, watch=watch, receipts=receipts or (), calls=calls
                 )
-                session.after(edited.point.module, edit, again)
+                # Receipts count each call, so they must see each call.
+                applies = edited if not receipts and watch is None else None
+                session.after(edited.point.module, edit, again, applies=applies)
             for edited in self._backward:
                 listener = gradient_edit_at(edited, self._fired)
                 session.after(edited.point.module, listener)

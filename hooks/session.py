@@ -126,6 +126,7 @@ class Session(InContext):
         hook: OutputHook,
         again: OutputHook | None = None,
         first: bool = False,
+        applies: Any = None,
     ) -> None:
         """Call `hook(output)` after `module` has run. A result other than None replaces the output.
 
@@ -135,14 +136,20 @@ class Session(InContext):
             again: the function to call instead when a block runs again; None if the hook changes no
                 values.
             first: whether to call the hook before all other hooks.
+            applies: the `EditedPoint` that the hook applies, for `acting_edits`; None for a hook
+                that does something else.
         """
         if again is not None:
             self.edits.append((module, again))
-        self._register(module, _After(hook, self.acts), first)
+        self._register(module, _After(hook, self.acts, applies), first)
 
     def before(self, module: nn.Module, hook: Callable[[Any, Any], None]) -> None:
         """Call `hook(args, kwargs)` before `module` runs."""
         self._register(module, _Before(hook, self.acts))
+
+    def count(self, module: nn.Module, hook: Callable[[Any, Any], None]) -> None:
+        """Call `hook(args, kwargs)` before `module` runs. The hook reads no values."""
+        self._register(module, _Count(hook, self.acts))
 
     def note(self, module: nn.Module, acted: set[bool]) -> None:
         """Add to `acted`, after each run of `module`, whether these hooks acted in the run.
@@ -182,6 +189,7 @@ class _Listener:
     # trigger Python's garbage collector.
     hook: Callable[..., Any]
     acts: Callable[[], bool]
+    applies: Any = None
 
 
 class _After(_Listener):
@@ -211,6 +219,10 @@ class _Before(_Listener):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if self.acts():
             self.hook(args, kwargs)
+
+
+class _Count(_Before, Wire):
+    """A hook that counts runs, so that fused kernels may run."""
 
 
 _no_session = Session()
@@ -263,6 +275,39 @@ def edits_in_force() -> Edits:
     edits: Edits = []
     for session in _alive(_in_force()):
         edits += session.edits
+    return edits
+
+
+def call_with(session: Session, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Return the result of `call`, which runs with the hooks of one session only."""
+    before = _sessions.get()
+    try:
+        _sessions.set((_DISABLED, session.ref))
+        return call(*args, **kwargs)
+    finally:
+        _sessions.set(before)
+
+
+def acting_edits(module: nn.Module) -> list[Any] | None:
+    """Return the edits that act in this context on a module and the modules inside it.
+
+    Returns:
+        An `EditedPoint` for each context and point, in the order in which they act at a point. None
+        if hooks of another kind act too, such as the hooks of a cache or of the user.
+    """
+    edits: list[Any] = []
+    for hook in hooks_of(module) if has_hooks(module) else ():
+        if not _is_awake(hook, parts=True):
+            continue
+        applies = getattr(hook, "applies", None)
+        if applies is None:
+            return None
+        edits.append(applies)
+    for child in children(module):
+        inner = acting_edits(child)
+        if inner is None:
+            return None
+        edits += inner
     return edits
 
 

@@ -17,3 +17,4 @@ from hooks.session import (
     is_foreign,
     is_listened_to,
 )
+from hooks.steps import StepEdit, StepHooks, edits_of_step

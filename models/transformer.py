@@ -31,6 +31,7 @@ from models.norm import norm
 from models.positions import NoRotation, added_positions, rotary
 from models.running.context import Context, make_context
 from models.running.kvcache import KVCache
+from models.running.static_cache import StaticCache
 from models.text.texts import ReadsText, read
 from models.weights import BlockWeights, tie
 
@@ -222,12 +223,16 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
         if tokens.device != weight.device:
             # The context depends only on the shape of the tokens, so their numbers are not copied.
             tokens = tokens.new_empty(tokens.shape, device=weight.device)
+        rotate = partial(self.rotary.rotation, dtype=weight.dtype)
+        rotate_windows = partial(self.window_rotary.rotation, dtype=weight.dtype)
+        if isinstance(kv_cache, StaticCache):
+            return kv_cache.context(tokens, set(config.windows), rotate, rotate_windows)
         return make_context(
             tokens,
             windows=set(config.windows),
             n_heads=config.n_heads,
-            rotate=partial(self.rotary.rotation, dtype=weight.dtype),
-            rotate_windows=partial(self.window_rotary.rotation, dtype=weight.dtype),
+            rotate=rotate,
+            rotate_windows=rotate_windows,
             is_causal=config.causal,
             may_read=may_read,
             attention_mask=attention_mask,

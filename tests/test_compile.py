@@ -156,6 +156,72 @@ STEPPED = """
 """
 
 
+GENERATED = """
+    from interp import edits
+    from models import generate
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
+
+    sizes |= dict(n_layers=1, d_head=6, positions="rotary", n_kv_heads=1, window=3)
+    model = Transformer(TransformerConfig(**sizes)).eval()
+    for weights in model.parameters():
+        weights.data += torch.randn_like(weights) / 2
+    runner, vector = HookedRunner(model), torch.randn(10) * 3
+    prompts, options = [[3, 1, 4, 1, 5], [9, 2]], dict(max_new_tokens=6, stop=())
+
+    def compare(*numbers):
+        for compiled_graphs in numbers:
+            expected = generate(model, prompts, **options)
+            found = generate(model, prompts, compiled=dict(backend=counting), **options)
+            assert found == expected
+            assert len(graphs) == compiled_graphs, f"{len(graphs)} graphs"
+
+    # One graph serves every step, and the next generation.
+    compare(1, 1)
+    # The edit acts in some steps only, so there is one graph with the edit and one without it.
+    with runner.hooks({"blocks.0.mlp_out": edits.add(vector, pos=slice(8, None))}):
+        compare(3)
+    # The keys of a pattern grow, so these steps run without a graph.
+    with runner.hooks({"blocks.0.attn.pattern": edits.zero(key=4)}):
+        compare(3)
+    compare(3)
+"""
+
+BAKED_IN_STEPS = """
+    from interp import edits
+    from models import generate
+    sizes |= dict(attn_cap=2.0, positions="learned")
+    model = Transformer(TransformerConfig(**sizes)).eval()
+    for weights in model.parameters():
+        weights.data += torch.randn_like(weights) / 2
+    prompts, options = [[3, 1, 4, 1, 5], [9, 2]], dict(max_new_tokens=5, temperature=0.9, seed=3)
+    hooks = {
+        "blocks.*.mlp_out": edits.add(torch.randn(10) * 3, pos=-1),
+        "blocks.0.attn.z": edits.scale(-1.0, head=1),
+        "blocks.1.resid_pre": lambda value, point: value * 1.3,
+        "blocks.0.resid_pre": edits.project_out(torch.randn(10)),
+    }
+    plain = generate(model, prompts, **options)
+    with HookedRunner(model).hooks(hooks):
+        expected = generate(model, prompts, **options)
+        assert expected != plain
+        for _ in range(2):
+            found = generate(model, prompts, compiled=dict(backend=BACKEND), **options)
+            assert found == expected, (found, expected)
+
+    def read(value, point):
+        return value if value.sum() > 0 else value * 2
+
+    import pytest
+    with HookedRunner(model).hooks({"blocks.1.mlp_out": read}):
+        with pytest.raises(RuntimeError, match="torch.compile failed"):
+            generate(model, prompts, compiled=dict(backend=BACKEND), **options)
+"""
+
+
 LONG = """
     from models import kernels
     from models.running import masks
@@ -177,6 +243,8 @@ LONG = """
 
 SCRIPTS = {
     "long": LONG,
+    "generated": GENERATED,
+    "baked in steps": BAKED_IN_STEPS,
     "stepped": STEPPED,
     "plain": PLAIN,
     "baked": BAKED,
@@ -189,13 +257,17 @@ SCRIPTS = {
 }
 # These scripts run in every test run, with the backend "eager", which runs the traced graph without
 # changing it. With --full, all scripts run.
-QUICK = ("baked", "added", "steps")
+QUICK = ("baked", "added", "steps", "generated")
 RUNS = [
     (QUICK, "eager"),
     *(
         pytest.param([name], "eager", marks=pytest.mark.full)
         for name in SCRIPTS
         if name not in QUICK
+    ),
+    *(
+        pytest.param(["generated", "baked in steps"], backend, marks=pytest.mark.full)
+        for backend in ("aot_eager", "inductor")
     ),
     pytest.param(["baked"], "inductor", marks=pytest.mark.full),
 ]

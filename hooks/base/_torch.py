@@ -10,7 +10,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -353,6 +353,43 @@ def compiled_forms(module: nn.Module) -> list[nn.Module]:
     objects = gc.get_objects()
     wrappers = (value for value in objects if type(value) is dynamo.OptimizedModule)
     return [wrapper for wrapper in wrappers if uncompiled(wrapper) is module]
+
+
+def compiled(function: Callable[P, Result], **options: Any) -> Callable[P, Result]:
+    """Return a compiled copy of a function, which shares no compiled code with other copies.
+
+    PyTorch stores compiled code by the code object of a function, and does not compare hooks before
+    it uses the code again. So the copy has a new code object.
+
+    Args:
+        function: a function without variables of an enclosing function.
+        options: the arguments of `torch.compile`.
+
+    Raises:
+        RuntimeError: from the returned function, if the function cannot be compiled, in one line.
+    """
+    code = function.__code__.replace()
+    run = torch.compile(FunctionType(code, function.__globals__), **options)
+    failure = sys.modules["torch._dynamo"].exc.TorchDynamoException
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+        try:
+            return run(*args, **kwargs)
+        except failure as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise RuntimeError(f"torch.compile failed: {reason}") from error
+
+    return call
+
+
+def keep_in_place(tensor: Tensor) -> None:
+    """Promise that a tensor is always the same memory when compiled code writes into it.
+
+    Without the promise, `mode="reduce-overhead"` of torch.compile has no effect. PyTorch documents
+    the function in its guide of CUDA graphs only.
+    """
+    sys.modules["torch._dynamo"].mark_static_address(tensor)
 
 
 def traced_as_constant(function: Callable[..., Result]) -> Callable[..., Result]:

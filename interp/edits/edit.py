@@ -13,7 +13,7 @@ from torch import Tensor
 from hooks import ActivationCache, EditError, Point
 from hooks.base import Index, Selection, number_of_call, to_device, unknown_name
 from interp.edits.padding import require_real_source
-from interp.edits.places import Region, Where, first_column, locate
+from interp.edits.places import Region, Where, first_column, locate, selects_end
 from interp.edits.sources import ValueSource
 from interp.protocol import is_of_text
 
@@ -32,6 +32,10 @@ CALL = "call"
 
 The key is not an axis of a value.
 """
+
+
+SAME_EVERYWHERE = ("zero", "scale", "add", "replace", "project_out")
+"""The edits whose change depends only on the old values and the source, not on the place."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +108,29 @@ class Edit:
         if CALL in self.where or not is_of_text(point.name):
             return 0
         return first_column(self.where, point, n_pos)
+
+    def acts_at_end(self, point: Point, n_pos: int) -> bool | None:
+        """Return whether the edit changes the last of `n_pos` columns of the texts.
+
+        None if the change depends on the column, or differs between texts. A compiled graph, which
+        is the same for all columns, cannot make it then.
+
+        Args:
+            point: the point of the edit.
+            n_pos: the number of columns of the texts so far.
+        """
+        if CALL in self.where:
+            return None
+        acts = selects_end(self.where, point, n_pos)
+        is_same = self.source is None or self.source.is_same_everywhere(point, self.where)
+        return acts if acts is False or (is_same and self.name in SAME_EVERYWHERE) else None
+
+    def at_one_position(self) -> "Edit":
+        """Return the edit for a value of one position, which the edit selects."""
+        where = dict(self.where)
+        if "pos" in where:
+            where["pos"] = Selection(0 if where["pos"].is_one else slice(None))
+        return replace(self, where=where)
 
     def _require_fit(self, point: Point) -> None:
         """Check that the edit is allowed at a point."""

@@ -69,6 +69,22 @@ def first_column(where: Where, point: Point, n_pos: int) -> int:
     return firsts.get("pos", firsts.get("query", 0))
 
 
+def selects_end(where: Where, point: Point, n_pos: int) -> bool | None:
+    """Return whether the last column of a text is selected; None if texts differ.
+
+    Args:
+        where: the selection along each axis.
+        point: the point.
+        n_pos: the number of columns of the text so far.
+    """
+    if "pos" not in where:
+        return True
+    real = _unpadded(piece_read().columns, where, n_pos)
+    rows = where["pos"].rows(n_pos, f"pos at {point.name}", real=real, whole=False)
+    chosen = {n_pos - 1 in row for row in rows}
+    return chosen.pop() if len(chosen) == 1 else None
+
+
 @dataclass(frozen=True, eq=False)
 class SourceColumns:
     """The columns of a source for the positions that an edit selects.

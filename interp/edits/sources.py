@@ -153,6 +153,21 @@ class ValueSource:
 
         return numbered(self._digests, are_equal)
 
+    def is_same_everywhere(self, point: Point, where: Where) -> bool:
+        """Return whether the source is a vector, with the same values at each position and text.
+
+        Args:
+            point: the point of the edit.
+            where: the places that the edit selects.
+        """
+        if self.columns is not None or self.whole or "pos" not in point.axes:
+            return False
+        if not isinstance(self.values, Tensor):
+            return isinstance(self.values, Vectors)
+        after = point.axes[point.axes.index("pos") + 1 :]
+        n_missing = sum(axis in where and where[axis].is_one for axis in after)
+        return self.values.ndim <= len(after) - n_missing
+
     @property
     def knows_its_padding(self) -> bool:
         """True if the padding of the source is known. The padding of a tensor is unknown."""

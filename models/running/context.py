@@ -74,6 +74,8 @@ class Context(NamedTuple):
         """
         if torch.compiler.is_compiling() or (self.kv_cache is None and self.real is None):
             return nullcontext()
+        if self.kv_cache is not None and not self.kv_cache.counts_columns:
+            return nullcontext()
         return position_offset(start_of_piece() if self.kv_cache is None else self.start, self.real)
 
     def commit(self) -> None:
@@ -82,8 +84,7 @@ class Context(NamedTuple):
         This must be called after all blocks have read the new positions.
         """
         if self.kv_cache is not None:
-            self.kv_cache.length = self.start + self.positions.shape[1]
-            self.kv_cache.mask = self.real
+            self.kv_cache.commit(self.start + self.positions.shape[1], self.real)
 
     def extended(
         self,

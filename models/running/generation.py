@@ -10,7 +10,7 @@
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import index
@@ -38,6 +38,7 @@ from hooks.base import (
     without_gradients,
 )
 from hooks.shared import is_listened_to
+from models.running.compiled import CompiledSteps, compile_options
 from models.running.kvcache import KVCache
 from models.running.prompts import IN_TRAINING, check_prompts, prompts_as_text
 from models.running.sampling import Sampling, row_generator
@@ -79,6 +80,7 @@ class GenerationOptions(TypedDict, total=False):
     seed: int | torch.Generator
     max_context: int | None
     prefill_chunk: int
+    compiled: bool | Mapping[str, Any]
 
 
 @explains_calls
@@ -104,7 +106,7 @@ def generate(
         prompts: texts of any lengths, in any form; see `Transformer.to_tokens`.
         max_new_tokens: the largest number of new tokens.
         options: `attention_mask`, `temperature`, `top_k`, `top_p`, `min_p`, `stop`, `seed`,
-            `max_context` and `prefill_chunk`; see `generate_steps`.
+            `max_context`, `prefill_chunk` and `compiled`; see `generate_steps`.
 
     Raises:
         ValueError: see `generate_steps`.
@@ -115,7 +117,7 @@ def generate(
     >>> [len(row) for row in rows]
     [5, 4]
     """
-    _require(model)
+    _require(model, options.get("compiled"))
     refuse(options, generate_steps, "generate")
     texts = prompts_as_text(model, prompts, options.pop("attention_mask", None)).listed()
     steps = generate_steps(model, texts, max_new_tokens=max_new_tokens, **options)
@@ -151,7 +153,7 @@ def generate_text(
     >>> generate_text(load("pydoc-4l"), "impor", max_new_tokens=1)
     'import'
     """
-    _require(model)
+    _require(model, options.get("compiled"))
     if "tokenizer" in options or hasattr(prompts, "decode"):
         raise TypeError(
             "generate_text takes texts and no tokenizer: set model.tokenizer = tokenizer"
@@ -195,6 +197,7 @@ def generate_steps(
     seed: int | torch.Generator = 0,
     max_context: int | None = None,
     prefill_chunk: int = 1024,
+    compiled: bool | Mapping[str, Any] = False,
     **others: Unpack[NoOthers],
 ) -> Iterator[Step]:
     """Yield the steps of `generate` one at a time.
@@ -216,12 +219,20 @@ def generate_steps(
             Default: 0.
         max_context: the largest number of positions. Default: the model's `n_ctx`.
         prefill_chunk: the number of positions of the prompts that are read at once. Default: 1024.
+        compiled: whether each step after the prompts runs as one graph of `torch.compile`, with
+            keys and values in buffers of a fixed size. The tokens are the same, up to rounding.
+            Compiling takes seconds, and the model keeps the graph and the buffers for the next
+            generation of a similar length. A mapping gives the arguments of `torch.compile`, such
+            as `dict(mode="reduce-overhead")` on a GPU. Hooks that act at the first compilation are
+            part of the graph; without a graph run the steps of hooks that write another value at
+            each position, of hooks at `scores` and `pattern`, and of caches. Default: False.
 
     Raises:
         ValueError: at the call, if a sampling option is out of range, if a prompt is empty, if a
             prompt and its new tokens are too long, if a token is outside the vocabulary, if the
             mask has a wrong shape or wrong values, or if the model is in training mode. During the
             steps, if the logits of a running row are not finite.
+        RuntimeError: if `torch.compile` cannot compile a step.
 
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=5, n_ctx=9, n_layers=1, n_heads=2, d_model=4)
@@ -231,13 +242,14 @@ def generate_steps(
     """
     refuse(others, generate_steps, "generate_steps")
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    _require(model)
+    _require(model, compiled)
     texts = prompts_as_text(model, prompts, attention_mask).listed()
     stop = model.config.eos_token_ids if stop is None else stop
     stops = _as_stops(stop)
     require_integer("max_new_tokens", max_new_tokens)
     require_integer("prefill_chunk", prefill_chunk)
     check_prompts(model, texts, stops=stops, new=max_new_tokens, max_context=max_context)
+    compiling = compile_options(compiled)
     # The blocks of a model may be on several devices.
     device = model.token_embedding.weight.device
     drawn_on = model.unembedding.weight.device
@@ -249,18 +261,24 @@ def generate_steps(
     tokens, mask = Text.padded([*map(torch.tensor, texts)], side="left")
     end = tokens.shape[1] + max_new_tokens
     if mask is not None:
-        mask = to_device(torch.cat([mask, mask.new_ones(len(mask), max_new_tokens)], 1), device)
-    read = partial(_last_logits, model, KVCache(end), mask, prefill_chunk)
-    tokens = to_device(tokens, device)
-    return _steps(
+        mask = torch.cat([mask, mask.new_ones(len(mask), max_new_tokens)], 1)
+    cache = KVCache(end)
+    mask_there = None if mask is None else to_device(mask, device)
+    read: Callable[[Tensor], Tensor] = partial(
+        _last_logits, model, cache, mask_there, prefill_chunk
+    )
+    if compiling is not None:
+        read = CompiledSteps(model, cache, read=read, mask=mask, end=end, options=compiling)
+    steps = _steps(
         model,
         read,
-        tokens=tokens,
+        tokens=to_device(tokens, device),
         sampling=sampling,
         generators=generators,
         stop=stops,
         count=max_new_tokens,
     )
+    return _closing(steps, read) if isinstance(read, CompiledSteps) else steps
 
 
 @without_gradients
@@ -394,17 +412,34 @@ def _steps(
     running = torch.ones(len(tokens), dtype=torch.bool, device=device)
     for _ in range(count):
         logits = read(tokens)
-        new = sampling.choose(logits, generators, running)
-        yield Step(new.clone(), running.clone(), logits)
+        new, largest = sampling.choose_unchecked(logits, generators, running)
+        step = Step(new.clone(), running.clone(), logits)
         if stop:
             running = running & (new[:, None] != stops).all(1)
-            if not running.any():
-                return
+        # Copy one tensor to the CPU, because each copy waits for the device.
+        numbers = torch.cat([largest, running.any()[None].to(largest.dtype)])
+        *largest_logits, any_running = numbers.tolist()
+        sampling.require_finite(largest_logits)
+        yield step
+        if not any_running:
+            return
         tokens = new[:, None]
 
 
-def _require(model: object) -> None:
+def _closing(steps: Iterator[Step], read: CompiledSteps) -> Iterator[Step]:
+    """Yield steps, and close the function that reads tokens at the end or after an error."""
+    try:
+        yield from steps
+    finally:
+        read.close()
+
+
+def _require(model: object, compiled: object = False) -> None:
     """Check that a model is a `Transformer`.
+
+    Args:
+        model: the model.
+        compiled: the option `compiled` of the call, for the error.
 
     Raises:
         TypeError: if it is not. The error says how to generate with other models.
@@ -413,9 +448,14 @@ def _require(model: object) -> None:
         hint = ""
         if isinstance(model, nn.Module) and isinstance(uncompiled(model), Transformer):
             hint = (
-                " (pass compiled._orig_mod, the model before compilation, because each step has a "
-                "new shape)"
+                " (pass compiled._orig_mod, the model before compilation; with compiled=True, its "
+                "steps are compiled)"
             )
         elif hasattr(model, "generate"):
             hint = " (try its own .generate)"
+            if compiled:
+                hint = (
+                    ' (try its own .generate with cache_implementation="static", and under hooks '
+                    "also disable_compile=True)"
+                )
         raise TypeError(f"generate needs a models.Transformer; got {shown(model)}{hint}")

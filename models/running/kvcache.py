@@ -1,5 +1,7 @@
 """KVCache: a cache of the keys and values of positions that a model has already read."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -47,6 +49,9 @@ class KVCache:
     True
     """
 
+    # Whether Python knows the position of the next token, as hooks with positions need.
+    counts_columns = True
+
     def __init__(self, max_context: int | None = None) -> None:
         if max_context is not None:
             require_integer("max_context", max_context)
@@ -76,6 +81,11 @@ class KVCache:
             return None
         n_new = end - self.mask.shape[1]
         return torch.cat([self.mask, self.mask.new_ones(len(self.mask), n_new)], 1)
+
+    def commit(self, length: int, mask: Bool[Tensor, "batch _length"] | None) -> None:
+        """Set the number of positions and their mask, after all blocks have read the new ones."""
+        self.length = length
+        self.mask = mask
 
     def repeat(self, n: int) -> None:
         """Repeat the only row, so that the next call may have `n` rows that continue it.
@@ -147,6 +157,46 @@ class LayerCache:
         self._first = 0
         self._keys = torch.empty(0, 0, 0, 0)
         self._values = self._keys
+
+    def move(
+        self,
+        keys: Float[Tensor, "batch kv_head _key d_head"],
+        values: Float[Tensor, "batch kv_head _key d_head"],
+        end: int,
+    ) -> None:
+        """Move the keys and values before `end` into other buffers, which begin at position 0.
+
+        Positions without a key are zero.
+
+        Args:
+            keys, values: the buffers.
+            end: the number of positions that have been read.
+        """
+        for old, new in ((self._keys, keys), (self._values, values)):
+            new.zero_()
+            new[:, :, self._first : end] = old[:, :, : end - self._first]
+        self._keys, self._values, self._first = keys, values, 0
+
+    def new_buffers(
+        self, capacity: int
+    ) -> tuple[
+        Float[Tensor, "batch kv_head _key d_head"], Float[Tensor, "batch kv_head _key d_head"]
+    ]:
+        """Return empty buffers for the keys and values of `capacity` positions."""
+        batch, heads, _, width = self._keys.shape
+        keys, values = (self._keys.new_empty(batch, heads, capacity, width) for _ in range(2))
+        return keys, values
+
+    @property
+    def about(self) -> tuple[Any, ...]:
+        """The batch size, heads, width, dtype and device of the keys."""
+        batch, heads, _, width = self._keys.shape
+        return batch, heads, width, self._keys.dtype, self._keys.device
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the keys and values."""
+        return self._keys.device
 
     @property
     def batch(self) -> int:

@@ -1,6 +1,7 @@
 """Sampling: select the most probable token, or draw a random token with a temperature and cuts."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,17 +111,41 @@ class Sampling:
             ValueError: if the logits of a row contain NaN, if they are all -inf, or if they contain
                 inf when tokens are drawn.
         """
-        # The maximum of values with NaN is NaN.
-        best = logits.max(-1)
-        largest = best.values if running is None else best.values.where(running, 0.0)
-        for n, value in enumerate(largest.tolist()):
+        tokens, largest = self.choose_unchecked(logits, generators, running)
+        self.require_finite(largest.tolist())
+        return tokens
+
+    def require_finite(self, largest: Sequence[float]) -> None:
+        """Check the largest logit of each row.
+
+        Raises:
+            ValueError: see `choose`.
+        """
+        for n, value in enumerate(largest):
             if not (value > -math.inf and (self.is_greedy or value < math.inf)):
                 raise ValueError(
                     f"logits of the next token must be finite; got {value} in row {n}: check the "
                     "weights and hooks"
                 )
+
+    def choose_unchecked(
+        self,
+        logits: Float[Tensor, "batch vocab"],
+        generators: list[torch.Generator],
+        running: Bool[Tensor, " batch"] | None = None,
+    ) -> tuple[Int[Tensor, " batch"], Float[Tensor, " batch"]]:
+        """Return one token and the largest logit for each row, without waiting for the device.
+
+        If `require_finite` raises an error for the largest logits, the tokens have no meaning.
+
+        Args:
+            logits, generators, running: see `choose`. The largest logit is 0 for other rows.
+        """
+        # The maximum of values with NaN is NaN.
+        best = logits.max(-1)
+        largest = best.values if running is None else best.values.where(running, 0.0)
         if self.is_greedy:
-            return best.indices
+            return best.indices, largest
         odds = self.cut(logits).softmax(-1)
         # The tokens equal the draws of torch.multinomial, without its checks, because they would
         # wait for the device in each row.
@@ -129,7 +154,7 @@ class Sampling:
             for _, drawn_from in zip(range(len(odds)), generators, strict=True)
         ]
         noise = [to_device(noise_of_row, odds.device) for noise_of_row in noise]
-        return (odds / torch.stack(noise)).argmax(-1)
+        return (odds / torch.stack(noise)).argmax(-1), largest
 
 
 def row_generator(seed: int, row: int, device: torch.device | str = "cpu") -> torch.Generator:

@@ -3,6 +3,7 @@
 The rows `analyses` and `graph` use float32, as most analyses do.
 """
 
+import copy
 import dataclasses
 import functools
 import importlib.util
@@ -106,7 +107,15 @@ class Bench:
         """Greedy generation from a cache, from one prompt."""
         ours, prompt = self._placed(peers.ours(self.prompts)), self.prompts.tokens()
         there, new = prompt.to(self.device), self.prompts.new
-        calls: Calls = {"hookscope": lambda: generate(ours, prompt, max_new_tokens=new, stop=())}
+        write = functools.partial(generate, ours, prompt, max_new_tokens=new, stop=())
+        calls: Calls = {"hookscope": write}
+        # The model keeps one compiled step, and each way of compiling needs another one.
+        copies = [copy.deepcopy(ours) for _ in range(2)]
+        ways = {"": True, ", reduce-overhead": dict(mode="reduce-overhead")}
+        for (way, compiled), model in zip(ways.items(), copies, strict=True):
+            calls[f"hookscope, static cache{way}"] = functools.partial(
+                generate, model, prompt, max_new_tokens=new, stop=(), compiled=compiled
+            )
         if has_transformers():
             theirs = self._placed(peers.of_transformers(self.prompts, "sdpa"))
             options = dict(max_new_tokens=new, do_sample=False, use_cache=True, pad_token_id=0)
@@ -223,8 +232,8 @@ def half() -> torch.dtype:
 
 
 def runnable(calls: Calls) -> Calls:
-    """Return the calls, except calls of other libraries that fail, for example without a C
-    compiler.
+    """Return the calls, except calls of other libraries, and compiled calls, that fail: for example
+    without a C compiler.
     """
     found = {}
     for name, call in calls.items():
@@ -232,7 +241,7 @@ def runnable(calls: Calls) -> Calls:
             call()
             found[name] = call
         except Exception as error:
-            if "transformers" not in name:
+            if not any(word in name for word in ("transformers", "static cache")):
                 raise
             print(f"{name} is left out: {str(error).partition(chr(10))[0]}")
     return found

@@ -12,6 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hooks import HookedRunner
+from interp import edits
 from models import Sampling, TrainingConfig, causal_mask, generate, row_generator, train
 from models.training.run import Run
 from tests.bench.gpu import half
@@ -158,6 +159,29 @@ def test_generation(where, kind, stop, options):
         assert expected == generate(copy.deepcopy(on_cpu(kind)).float(), prompts, **options)
     alone = generate(model, prompts[1:2], **options | dict(seed=row_generator(0, 1, where)))
     assert alone == expected[1:2]
+
+
+@pytest.mark.parametrize("how", [dict(backend="aot_eager"), dict(mode="reduce-overhead")])
+def test_compiled_generation(where, how):
+    """On a GPU, the steps are compiled, also with an edit. On a CPU, they run uncompiled."""
+    model, _ = pair("gemma", where)
+    prompts = [row[keep].tolist() for row, keep in zip(tokens(), REAL, strict=True)]
+    options = dict(max_new_tokens=9, stop=())
+    plain = generate(model, prompts, **options)
+    with torch.compiler.set_stance("default" if where == "cuda" else "force_eager"):
+        try:
+            assert generate(model, prompts, compiled=how, **options) == plain
+        except RuntimeError as error:
+            if where == "cpu":
+                raise
+            pytest.skip(f"PyTorch cannot compile here: {str(error).partition(chr(10))[0]}")
+        shorter = [prompt[:2] for prompt in prompts]
+        expected = generate(model, shorter, **options)
+        assert generate(model, shorter, compiled=how, **options) == expected
+        steer = edits.add(torch.randn(96, device=where) * 5, pos=-1)
+        with HookedRunner(model).hooks({"blocks.0.mlp_out": steer}):
+            expected = generate(model, prompts, **options)
+            assert generate(model, prompts, compiled=how, **options) == expected != plain
 
 
 @torch.no_grad()
