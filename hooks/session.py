@@ -141,7 +141,10 @@ class Session(InContext):
         """
         if again is not None:
             self.edits.append((module, again))
-        self._register(module, _After(hook, self.acts, applies), first)
+        # A deep copy of the model copies its hooks, but not the variables of a function. So the
+        # copy does not copy the edits, which may contain caches.
+        applied = None if applies is None else lambda: applies
+        self._register(module, _After(hook, self.acts, applied), first)
 
     def before(self, module: nn.Module, hook: Callable[[Any, Any], None]) -> None:
         """Call `hook(args, kwargs)` before `module` runs."""
@@ -189,7 +192,7 @@ class _Listener:
     # trigger Python's garbage collector.
     hook: Callable[..., Any]
     acts: Callable[[], bool]
-    applies: Any = None
+    applies: Callable[[], Any] | None = None
 
 
 class _After(_Listener):
@@ -299,10 +302,10 @@ def acting_edits(module: nn.Module) -> list[Any] | None:
     for hook in hooks_of(module) if has_hooks(module) else ():
         if not _is_awake(hook, parts=True):
             continue
-        applies = getattr(hook, "applies", None)
+        applies: Callable[[], Any] | None = getattr(hook, "applies", None)
         if applies is None:
             return None
-        edits.append(applies)
+        edits.append(applies())
     for child in children(module):
         inner = acting_edits(child)
         if inner is None:
