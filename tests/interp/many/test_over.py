@@ -30,6 +30,7 @@ from interp import (
 from interp.graph import Graph, circuits
 from interp.store import Ray, statistics
 from tests.interp.many.analyses import VOCAB, direct, make_model, patched_once
+from tests.shipped import pydoc
 
 N, POS, AT_ONCE = 7, 5, 3
 CLEAN, CORRUPTED = torch.randint(VOCAB, (2, N, POS), generator=torch.Generator().manual_seed(1))
@@ -140,6 +141,30 @@ def test_arguments_of_examples_are_divided(model):
     joined = over(right=5)
     require_equal(joined, direct(model, CLEAN, right=5))
     assert joined.groups == (0, 1, 2, 3, 0, 4, 1)
+
+
+@pytest.mark.parametrize("direction", ["denoising", "noising"])
+def test_words_are_the_words_of_all_texts(direction):
+    """The texts of a part have other words at a position than all texts."""
+    clean, corrupted = ["def __ini", "def a", "import o"], ["def __nam", "def b", "import s"]
+    pairs = Pairs(clean, corrupted, metric=log_prob(["t", "s", "e"]))
+    options = {"layers": [1, 2], "direction": direction}
+    whole = attribution_patching(pydoc(), pairs, **options)
+    joined = over_examples(attribution_patching, pydoc, pairs, at_once=2, **options)
+    assert joined.words == whole.words
+    assert joined.about == whole.about
+    assert joined.about["metric"] == "log_prob(['t', 's', 'e'])"
+    torch.testing.assert_close(joined.values, whole.values, rtol=1e-4, atol=1e-5)
+
+
+def test_an_address_of_fsspec_keeps_finished_parts(model):
+    out = "memory://parts"
+    calls = Calls()
+    over = partial(over_examples, patched, make_model, PAIRS, 1.0, calls, fails=Calls())
+    first = over(at_once=AT_ONCE, out=out)
+    require_equal(first, activation_patching(model, PAIRS, "z"))
+    require_equal(over(at_once=AT_ONCE, out=out), first)
+    assert len(calls) == 3
 
 
 def test_answers_of_several_tokens(model):
