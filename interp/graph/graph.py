@@ -24,7 +24,15 @@ from hooks.base import (
     unknown_name,
 )
 from hooks.shared import is_listened_to
-from interp.graph.nodes import Added, At, Writers, add, nodes_of_block, require_branches
+from interp.graph.nodes import (
+    Added,
+    At,
+    Writers,
+    add,
+    biases_of_heads,
+    nodes_of_block,
+    require_branches,
+)
 from interp.graph.norms import is_identity, linear_part
 from interp.inputs.cached import mask_of
 from interp.numbers.precision import like
@@ -107,10 +115,18 @@ class Graph(HintsAtNames):
         if linear_part(self._norm, self.model.config.d_model).bias.any():
             add(writers, 0, [NodeName("input.bias")])
         self.n_inputs = len(writers)
+        have_biases = biases_of_heads(blocks)
         time = 0
         layers = []
         for n, block in enumerate(blocks):
-            layer, time = nodes_of_block(n, block, writers=writers, readers=readers, time=time)
+            layer, time = nodes_of_block(
+                n,
+                block,
+                have_biases=have_biases[n],
+                writers=writers,
+                readers=readers,
+                time=time,
+            )
             layers.append(layer)
         self.layers = tuple(layers)
         self.sublayers = tuple(part for layer in layers for part in layer.sublayers)

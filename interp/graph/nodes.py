@@ -9,7 +9,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.base import all_to_device, shown
+from hooks.base import all_to_device, shown, stacked
 from interp.graph.norms import is_identity, linear_part
 from interp.numbers.precision import like
 from interp.protocol import Adapter
@@ -404,8 +404,41 @@ def kind_of(branch: Any, number: int) -> Kind:
     return kind or ("mlp" if number else "attn")
 
 
+def biases_of_heads(blocks: Iterable[Any]) -> list[list[bool]]:
+    """Return whether the heads of each branch of each block have biases.
+
+    A branch without heads gets False. All numbers are read from their devices at once.
+
+    Args:
+        blocks: the blocks.
+    """
+    branches = [[*block.branches] for block in blocks]
+    have_biases = [[False] * len(branches_of_block) for branches_of_block in branches]
+    places = []
+    flags = []
+    for n, branches_of_block in enumerate(branches):
+        for number, branch in enumerate(branches_of_block):
+            if _has_heads(branch):
+                bias = branch.sublayer.b_O
+                linear = linear_part(branch.after, len(bias))
+                flag = linear.after(bias).any()
+                if not is_identity(branch.after):
+                    flag = flag | like(linear.bias, bias).any()
+                places.append((n, number))
+                flags.append(flag)
+    if flags:
+        for (n, number), has_bias in zip(places, stacked(flags).tolist(), strict=True):
+            have_biases[n][number] = has_bias
+    return have_biases
+
+
 def nodes_of_block(
-    n: int, block: Any, writers: dict[NodeName, int], readers: dict[NodeName, int], time: int
+    n: int,
+    block: Any,
+    have_biases: Sequence[bool],
+    writers: dict[NodeName, int],
+    readers: dict[NodeName, int],
+    time: int,
 ) -> tuple[Layer, int]:
     """Add the nodes of a block to the nodes of a graph.
 
@@ -415,6 +448,7 @@ def nodes_of_block(
     Args:
         n: the number of the block.
         block: the block.
+        have_biases: whether the heads of each branch have biases; see `biases_of_heads`.
         writers, readers: the nodes so far, with the times when they write or read.
         time: the time at which the block begins.
 
@@ -426,7 +460,16 @@ def nodes_of_block(
         if sublayers and branch.reads is not sublayers[-1].branch.reads:
             time += 1
         kind = kind_of(branch, number)
-        sublayers.append(_nodes_of_branch(n, kind, branch, writers, readers, time))
+        nodes = _nodes_of_branch(
+            n,
+            kind,
+            branch,
+            has_bias=have_biases[number],
+            writers=writers,
+            readers=readers,
+            time=time,
+        )
+        sublayers.append(nodes)
     return Layer(n, tuple(sublayers)), time + 1
 
 
@@ -434,6 +477,7 @@ def _nodes_of_branch(
     n: int,
     kind: Kind,
     branch: Any,
+    has_bias: bool,
     writers: dict[NodeName, int],
     readers: dict[NodeName, int],
     time: int,
@@ -451,7 +495,7 @@ def _nodes_of_branch(
     if _has_heads(branch):
         heads = [node_name(n, "head", head) for head in range(len(sublayer.W_O))]
         written = add(writers, time + 1, heads)
-        if added_by(branch, sublayer.W_O, sublayer.b_O).has_rest:
+        if has_bias:
             bias = add(writers, time + 1, [node_name(n, "attn_bias")]).start
     else:
         written = add(writers, time + 1, [node_name(n, kind)])
