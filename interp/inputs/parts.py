@@ -90,14 +90,14 @@ def finished(result: R, finish: Callable[..., R], **options: Any) -> R:
 
 
 def require_whole(rule: str, what: str) -> None:
-    """Check that all examples run together now, and not only a part of them.
+    """Check that all examples run now, and not only a part of them.
 
     Args:
         rule: the rule for parts, such as `steps must be a number`.
         what: the argument that depends on all examples.
 
     Raises:
-        ValueError: if a part runs now.
+        ValueError: if a part runs that does not contain all examples.
     """
     part = _RUNNING.get()
     if part is not None and not part.is_whole:

@@ -189,7 +189,7 @@ def _examples_rows(examples: Batch, rows: Tensor) -> Batch:
     if isinstance(examples, Text):
         return examples.rows(rows.to(examples.tokens.device))
     part = copy.copy(examples[rows])
-    # The function belongs to the tokenizer. The model that reads the part has it, too.
+    # This function belongs to the tokenizer. The worker's model provides the same function.
     part._write = None
     return part
 

@@ -57,7 +57,7 @@ class _Hasher(pickle.Pickler):
         # No references to earlier objects: two equal lists are written in the same way, whether
         # they are one object or two.
         self.fast = True
-        # The functions whose hash has begun, because a function can contain itself.
+        # A function can contain itself. These are the functions that are being hashed.
         self._begun: set[int] = set()
 
     def persistent_id(self, value: Any) -> Any:

@@ -134,8 +134,8 @@ def over_examples(
         folder = PartFolder(out)
         outcomes = _finished(folder, parts, shard)
     of_call = parts if shard is None else parts[shard[0] :: shard[1]]
-    # Threads and this process use the model that has read the texts. Workers load their own model,
-    # and this process needs its model no more.
+    # Threads and this process use the model that has read the texts. Other workers load a model of
+    # their own. This process then frees its model.
     is_here = executor is None or isinstance(executor, ThreadPoolExecutor)
     job = Job(analysis, make_model, out, model if is_here else None)
     del model
