@@ -669,3 +669,14 @@ def test_parts_of_a_fused_weight_are_named(base):
     assert bias.parts == pytest.approx({"q": 0.0, "k": expected, "v": 0.0}, rel=1e-5)
     assert "(q 0, k 0, v 0.25)" in repr(change.weights)
     assert change.weights["blocks.1.mlp.input.weight"].parts == {}
+
+
+def test_hooks_on_a_model_know_the_padding_of_a_batch(base):
+    """The last token of a short text is before its padding."""
+    hooked = copy.deepcopy(base)
+    with HookedRunner(hooked).hooks({"blocks.1.mlp_out": edits.scale(3.0, pos=-1)}):
+        together = compare_models(hooked, base, TEXTS[:2]).kl.values
+        for number, text in enumerate(TEXTS[:2]):
+            alone = compare_models(hooked, base, [text]).kl.values[:, 0]
+            assert alone[-1] > 1e-4
+            torch.testing.assert_close(together[: len(alone), number], alone, atol=1e-5, rtol=0)
