@@ -41,9 +41,14 @@ def require_real_source(source: ValueSource, place: Region, where: Where) -> Non
         is_unchecked = source.attention_mask is not None and run_mask is None
         if is_unchecked or (run_mask is None and source_mask is None):
             continue
-        all_real = torch.ones(n_rows, size, dtype=torch.bool)
-        run_mask = all_real if run_mask is None else run_mask
-        source_mask = all_real if source_mask is None else source_mask.expand(n_rows, -1)
+        if run_mask is None or source_mask is None:
+            all_real = torch.ones(n_rows, size, dtype=torch.bool)
+            run_mask = all_real if run_mask is None else run_mask
+            source_mask = all_real if source_mask is None else source_mask
+        source_mask = source_mask.expand(n_rows, -1)
+        # With the same padding in both, each padded value is copied to padding.
+        if torch.equal(run_mask, source_mask):
+            continue
         if source.rows == "donor" and axis in where and where[axis].counts_back:
             _require_same(run_mask, source_mask, place)
         elif axis not in POSITION_AXES or place.source_columns is None:

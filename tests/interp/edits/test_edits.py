@@ -776,6 +776,21 @@ def test_edits_that_do_not_fit_a_point_are_errors(wide, texts, source, edit, nam
         hooks[name].try_on(value, wide.points[name])
 
 
+@pytest.mark.parametrize("mask_of_run", [False, True])
+def test_padding_of_a_source_is_copied_only_to_padding(wide, texts, mask_of_run):
+    mask = torch.ones(BATCH, POS).bool()
+    mask[1, 5:] = False
+    padded = {"attention_mask": mask}
+    _, source = wide.run_with_cache(texts[0], names="embed", **padded)
+    hooks = {"embed": edits.replace(source)}
+    if mask_of_run:
+        logits = wide.run_with_hooks(texts[0], hooks=hooks, **padded)
+        assert torch.equal(logits, wide.model(texts[0], **padded))
+        return
+    with pytest.raises(EditError, match="real token at pos 5 of text 1; got padding"):
+        wide.run_with_hooks(texts[0], hooks=hooks)
+
+
 def test_a_trial_changes_nothing(wide, texts, source):
     value = wide.capture(texts[0], names="embed")["embed"]
     before = value.clone()

@@ -43,9 +43,9 @@ PADDED = torch.ones(8, 9).bool()
 PADDED[2, :3] = PADDED[5, :1] = False
 ROWS = {
     # name: the job, the number of examples, the mask, and the most starts and waits of both models.
-    "patching z by head": (PATCHED, 8, None, (220, 8), (850, 10)),
-    "patching padded texts": (PATCHED, 8, PADDED, (450, 14), (2600, 14)),
-    "patching by position": (BY_POSITION, 8, None, (430, 8), (2400, 10)),
+    "patching z by head": (PATCHED, 8, None, (220, 8), (660, 8)),
+    "patching padded texts": (PATCHED, 8, PADDED, (330, 14), (1150, 14)),
+    "patching by position": (BY_POSITION, 8, None, (430, 8), (2200, 8)),
     "attribution patching": (ATTRIBUTED, 8, None, (160, 7), (460, 8)),
     "attribution of padded texts": (ATTRIBUTED, 8, PADDED, (200, 11), (560, 11)),
     "edges of 1 example": (edges(), 1, None, (360, 20), (1200, 20)),
