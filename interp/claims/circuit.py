@@ -64,6 +64,7 @@ class CircuitContent(Content):
     robust: float
 
     kind: ClassVar[str] = "circuit"
+    has_paraphrase: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in _PROMISES:

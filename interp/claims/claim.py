@@ -365,7 +365,8 @@ class Claim(plots.Shown):
             fresh: pairs on which the claim was not found. Default: the pairs `test` of the claim.
                 Pairs on which the claim was found are left out. If no other pairs are left, all
                 tests run on the pairs of the claim, and the verdict is at best `cannot tell`.
-            paraphrase: pairs with the same behaviour in other words. Default: none.
+            paraphrase: for a circuit, a head or a feature, pairs with the same behaviour in other
+                words. Default: none.
             on: `another model` if the claim is to be tested on a model with other weights. Default:
                 the model of the claim; with another model, the verdict is then at best `cannot
                 tell`.
@@ -378,8 +379,9 @@ class Claim(plots.Shown):
             A table of tests, whose rows a `Verdict` also returns by name.
 
         Raises:
-            ValueError: if no model is given for a claim from a file, if `on` is unknown, or if the
-                model reads the tokens of the claim as other words.
+            ValueError: if no model is given for a claim from a file, if `on` is unknown, if the
+                tests use no paraphrase, or if the model reads the tokens of the claim as other
+                words.
             UnknownNameError: if the model lacks a node of the claim.
             ModeError: if the model is in training mode.
         """
@@ -398,7 +400,7 @@ class Claim(plots.Shown):
             found_on=found_on,
             fresh=found_on if usable is None else usable,
             seeds=range(n_seeds),
-            paraphrase=None if paraphrase is None else paraphrase.read_by(model),
+            paraphrase=None if paraphrase is None else self._reworded(model, paraphrase, found_on),
             dictionary=dictionary,
             max_bytes=max_bytes,
         )
@@ -417,6 +419,26 @@ class Claim(plots.Shown):
             _require_corrupted(self.content, fresh=stored)
             return stored.restored(model)
         return None if self.test is None else self.test.restored(model)
+
+    def _reworded(self, model: nn.Module, paraphrase: Pairs, found_on: Pairs) -> Pairs:
+        """Return the pairs of a paraphrase on which the claim was not found.
+
+        Raises:
+            ValueError: if there are none, or if the tests of this kind of claim use no paraphrase.
+        """
+        if not self.content.has_paraphrase:
+            raise ValueError(
+                f"paraphrase must be left out for a claim about a {self.content.kind}; pass the "
+                "pairs as fresh="
+            )
+        stored = StoredPairs.of("paraphrase", paraphrase, model)
+        _require_corrupted(self.content, paraphrase=stored)
+        pairs = self._unseen(stored.restored(model), found_on)
+        if pairs is None:
+            raise ValueError(
+                "paraphrase must have pairs on which the claim was not found; got none"
+            )
+        return pairs
 
     def _unseen(self, pairs: Pairs, found_on: Pairs) -> Pairs | None:
         """Return the pairs on which the claim was not found; None if there are none."""

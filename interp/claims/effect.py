@@ -9,16 +9,17 @@ head or feature in the clean run is replaced. On fresh pairs:
    is expected.
 3. In the reversed direction, the value of the clean run must restore as much of the behaviour in
    the corrupted run.
-4. The effect must be larger than the mean effect of random other heads, or of other features that
+4. On a paraphrase, if there is one, it must have at least a quarter of the promised size.
+5. The effect must be larger than the mean effect of random other heads, or of other features that
    are active in the texts.
-5. A model with shuffled weights must lack the behaviour.
+6. A model with shuffled weights must lack the behaviour.
 
 If later parts of the model repair the loss of a head, the effect is small, and the claim fails.
 """
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -63,6 +64,7 @@ class EffectContent(Content):
     matters: float
 
     kind: ClassVar[str] = "effect"
+    has_paraphrase: ClassVar[bool] = True
 
     @classmethod
     def of_head(cls, head: tuple[int, int], matters: float) -> "EffectContent":
@@ -137,6 +139,11 @@ class EffectContent(Content):
             tests.append(signed(trial, f"{kind} ablation", of_kind, _WEAKER * self.matters))
         (restored,) = _Replaced(trial, self.axis, "denoising").shares([own], "other")
         tests.append(signed(trial, "reversed direction", restored, _WEAKER * self.matters))
+        if trial.paraphrase is not None:
+            reworded = replace(trial, fresh=trial.paraphrase, paraphrase=None)
+            (lost_again,) = _Replaced(reworded, self.axis, "noising").shares([own], "other")
+            promised = _WEAKER * self.matters
+            tests.append(signed(reworded, "paraphrase", lost_again, promised))
         above = lost[0] - lost[1:].mean(0)
         name = f"above other {self.axis}s"
         tests.append(signed(trial, name, above, self.matters, is_difference=True))

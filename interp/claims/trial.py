@@ -59,6 +59,8 @@ class Content:
     kind: ClassVar[str]
     compares_texts: ClassVar[bool] = True
     """True if the pairs must have corrupted texts."""
+    has_paraphrase: ClassVar[bool] = False
+    """True if the tests can use a paraphrase."""
 
     @property
     def title(self) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hooks import CacheError, HookedRunner
-from interp import Claim, Pairs, splice
+from interp import Claim, Pairs, edits, splice
 from interp.alignment import align
 from interp.directions import Direction
 from interp.features import Dictionary
@@ -73,7 +73,11 @@ def test_a_head_that_nothing_reads_fails_and_a_needed_head_holds():
     model = model_of("induction")
     pairs, fresh = induction_pairs(6, 1), induction_pairs(24, 2)
     good = Claim.effect(model, pairs, "an induction head", head=(1, 2), test=fresh)
-    assert good.verify().status == "holds"
+    verdict = good.verify(paraphrase=induction_pairs(9, 5))
+    assert verdict.status == "holds"
+    assert verdict["paraphrase"].measured == pytest.approx(1)
+    with pytest.raises(ValueError, match="paraphrase must have pairs"):
+        good.verify(paraphrase=pairs)
     bad = Claim.effect(model, pairs, "another head", head=(1, 0), test=fresh, seeds=1).verify()
     assert (bad.status, bad["effect"].status) == ("fails", "fails")
     against = Claim.effect(model, pairs, "c", head=(1, 2), test=fresh, seeds=1, matters=-0.4)
@@ -165,7 +169,25 @@ def test_the_numbers_of_a_direction_are_those_of_separate_runs():
         after = runner.run_with_hooks(texts, hooks=hooks).log_softmax(-1)
     kl = (before.exp() * (before - after)).sum(-1).mean()
     assert verdict["cost on other texts"].measured == pytest.approx(kl.item())
-    assert verdict["cost on other texts"].status == ("holds" if kl < 1 else "fails")
+    # Random vectors, and differences of means of texts with shuffled labels, of the same length.
+    pairs, fresh = comparison_pairs(12, 1), comparison_pairs(14, 2)
+    point = "blocks.0.resid_mid"
+    rows = torch.cat([pairs.clean, pairs.corrupted])
+    values = runner.capture(rows, names=point)[point][:, -1]
+    base = logit_diffs(model, fresh.corrupted, fresh.answers)
+    for name in ("above random directions", "above shuffled labels"):
+        changes = []
+        for seed in range(2):
+            draw = torch.Generator().manual_seed(seed)
+            if name == "above random directions":
+                vector = torch.randn(YES + 4, generator=draw).double()
+            else:
+                order = torch.randperm(24, generator=draw)
+                vector = values[order[:12]].mean(0) - values[order[12:]].mean(0)
+            hooks = {point: edits.add(6 * vector / vector.norm())}
+            after = logit_diffs(model, fresh.corrupted, fresh.answers, hooks.items())
+            changes.append((after - base).mean().item())
+        assert verdict[name].measured == pytest.approx(6 - max(changes), rel=1e-5)
 
 
 def test_a_direction_that_nothing_reads_fails():
@@ -224,3 +246,5 @@ def test_a_variable_holds_where_it_is_and_fails_elsewhere():
     facts = claim.as_json()
     assert Claim._from_json(json.loads(json.dumps(facts))).content == claim.content
     assert claim.verify(fresh=train)["aligned"].status == "cannot tell"
+    with pytest.raises(ValueError, match="paraphrase must be left out for a claim about a variab"):
+        claim.verify(paraphrase=test)
