@@ -403,7 +403,7 @@ class EdgeScores:
         batch = len(self.where.here)
         changes_of_rows = changes.flatten(0, 1)
         scores = self._zeros(len(changes_of_rows), 1)
-        point_of_writer = {}
+        point_of_writer: dict[int, str] = {}
         for name, writers_here in self.points.added.items():
             point_of_writer |= dict.fromkeys(writers_here, name)
         for part in self._parts(len(changes_of_rows), 1):

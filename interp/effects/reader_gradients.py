@@ -117,7 +117,7 @@ class Pullbacks:
             if not is_identity(norm):
                 kind = (kind_of_scale(norm), stream.device, stream.dtype)
                 together.setdefault(kind, []).append(n)
-        scales = {}
+        scales: dict[int, Scale] = {}
         for numbers in together.values():
             stack = torch.cat([at_least_float32(streams[n]) for n in numbers])
             whole = all_to_device(_scale(self._readings[numbers[0]].norm, stack), self._device)
