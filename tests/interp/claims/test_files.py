@@ -231,14 +231,19 @@ def test_an_attached_model_is_verified(tmp_path):
     graph = Graph(model)
     circuit = Circuit(graph, graph.edges[::2])
     claim = Claim.circuit(model, pairs, circuit, "c", test=test, seeds=1)
-    measured = loaded(claim.as_json(), tmp_path).verify(model)["faithful"].measured
-    with torch.no_grad():
+    verdict = loaded(claim.as_json(), tmp_path).verify(model)
+    shares = []
+    for direction, name in (("noising", "faithful"), ("denoising", "texts exchanged")):
         metrics = []
         for kept in (circuit, [], graph.edges):
-            last = run_circuit(model, test, kept)[:, -1].gather(1, answers)
+            with torch.no_grad():
+                logits = run_circuit(model, test, kept, direction=direction)
+            last = logits[:, -1].gather(1, answers)
             metrics.append((last[:, 0] - last[:, 1]).mean().item())
-    share, none, whole = metrics
-    assert measured == pytest.approx((share - none) / (whole - none), rel=1e-3)
+        share, none, whole = metrics
+        shares.append((share - none) / (whole - none))
+        assert verdict[name].measured == pytest.approx(shares[-1], rel=1e-3)
+    assert shares[0] != pytest.approx(shares[1], rel=0.05)
 
 
 def test_a_position_survives_a_file():
