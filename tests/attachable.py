@@ -1,6 +1,6 @@
 """Tiny random causal language models of `transformers` for tests of `attach`.
 
-attachable.json has one line for each model.
+attachable.json has one line for each model. The points of its first models are listed in a test.
 """
 
 import inspect
@@ -32,17 +32,24 @@ def _of(parts):
     return {name: value for part in given for name, value in part.items()}
 
 
-# The model types that the installed version of the library supports.
-MODELS = {n: _of(p) for n, p in _DATA["models"].items() if n in transformers.CONFIG_MAPPING}
+# The model types that the installed version of the library supports. `MORE` has models whose points
+# are not listed one by one.
+MODELS, MORE = (
+    {name: _of(p) for name, p in _DATA[part].items() if name in transformers.CONFIG_MAPPING}
+    for part in ("models", "more")
+)
 
 
 def config_of(name):
     kind = transformers.CONFIG_MAPPING[name]
     # Leave out sizes that the config does not have, because `from_hf` rejects them.
     known = {*vars(kind()), *dir(kind), *kind.attribute_map}
-    sizes = {key: size for key, size in SIZES.items() if key in known} | MODELS[name]
+    sizes = {key: size for key, size in SIZES.items() if key in known} | (MODELS | MORE)[name]
     if name == "falcon":
         del sizes["head_dim"]
+    # The sizes of the text model inside a model that also reads images or sounds.
+    if isinstance(parts := sizes.get("text_config"), list):
+        sizes["text_config"] = SIZES | _of(parts)
     return kind(**sizes)
 
 
@@ -56,7 +63,11 @@ def made(name, attention=None, config=None):
     if attention is not None:
         config._attn_implementation = attention
     torch.manual_seed(0)
-    model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+    maker = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    # Some models of texts read only the text part of a config, as `AutoModelForCausalLM` does.
+    if maker.config_class is config.sub_configs.get("text_config"):
+        config = config.get_text_config()
+    model = maker(config).eval()
     # Training changes these buffers. The other buffers are frequencies, encodings and masks, which
     # must keep their values.
     trained = ("layer_scalar", "e_score_correction_bias")

@@ -105,6 +105,11 @@ class Graph(HintsAtNames):
         require_branches(blocks)
         points = HookedRunner(self.model).points
         self.names = {point.module: name for name, point in points.items()}
+        if split_embeddings and getattr(self.model, "is_scaled", False):
+            raise ValueError(
+                f"sums of components need blocks that only add to the stream; the blocks of "
+                f"{type(model).__name__} also multiply the stream by numbers"
+            )
         self._inputs, self._norm = self._sum_of_inputs(split_embeddings)
         # Map each node to the time when it writes or reads. A reader reads the outputs of writers
         # with the same or an earlier time.

@@ -223,8 +223,8 @@ class Sublayer:
             stream: the stream before the norm.
             context: the other inputs of the block, which an MLP does not read.
         """
-        added: Tensor
-        added = self.branch(stream) if self.kind == "mlp" else self.branch(stream, context)
+        reads_context = self.kind != "mlp" or getattr(self.branch.sublayer, "reads_context", False)
+        added: Tensor = self.branch(stream, context) if reads_context else self.branch(stream)
         return added
 
     def outputs(

@@ -37,7 +37,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import HookPoint, Identity, position_offset, start_of_piece
-from hooks.base import agree, carried, is_same, mapped, tensors_in, without_gradients
+from hooks.base import (
+    agree,
+    carried,
+    is_same,
+    mapped,
+    tensors_in,
+    with_first_tensor,
+    without_gradients,
+)
 from hooks.shared import Session, hooks_disabled
 from models.adapters import AdaptedMap, adapted_map
 from models.attached.context import AttachedContext
@@ -81,6 +89,9 @@ class PlainView(nn.Module):
     Attributes:
         config: its sizes.
         blocks: the blocks, with branches as in `models.Transformer`.
+        is_scaled: whether blocks multiply the stream by numbers. The view's stream is then the
+            model's stream times `entering` before the first block, and equal to it after the last.
+        entering: this number.
         ln_final: the norm that the unembedding reads.
 
     Raises:
@@ -111,11 +122,15 @@ class PlainView(nn.Module):
             calls, logits = _recorded(language, tokens)
             modules = [part for layout in layouts for part in layout.block.modules()]
             context = _view_context_of(language, modules, tokens=tokens, arguments={})
-            self.blocks = nn.ModuleList(
-                ViewBlock(RecordedBlock(n, layout, model.blocks[n], calls=calls, context=context))
-                for n, layout in enumerate(layouts)
+            recorded = _scaled(
+                [
+                    RecordedBlock(n, layout, model.blocks[n], calls=calls, context=context)
+                    for n, layout in enumerate(layouts)
+                ]
             )
-            modules = language.unembed.modules
+            self.blocks = nn.ModuleList(map(ViewBlock, recorded))
+            self.is_scaled = any(block.entering != block.leaving for block in recorded)
+            self.entering = recorded[0].entering
             norm: Any = getattr(model, "ln_final", None)
             has_norm = norm is not None and norm.module is modules[0]
             self.ln_final = _norm_like(calls[norm.module]) if has_norm else Identity()
@@ -148,7 +163,8 @@ class PlainView(nn.Module):
         self, tokens: Int[Tensor, "batch pos"], context: ViewContext
     ) -> Float[Tensor, "batch pos d_model"]:
         """Return the residual stream that enters the first block."""
-        return self.language.input_resid(tokens, AttachedContext(context.arguments))
+        stream = self.language.input_resid(tokens, AttachedContext(context.arguments))
+        return stream * self.entering if self.is_scaled else stream
 
     def unembed(
         self, resid: Float[Tensor, "batch pos d_model"]
@@ -192,6 +208,22 @@ class PlainView(nn.Module):
         return self.unembed(resid)[:, -last:]
 
 
+def _scaled(blocks: Sequence["RecordedBlock"]) -> list["RecordedBlock"]:
+    """Return blocks with the numbers by which their streams are multiplied in the view.
+
+    The view's stream is a sum: each term is multiplied by the numbers with which all later blocks
+    multiply the stream. So the view's stream before a block is the model's stream times the numbers
+    of this block and of all later blocks.
+    """
+    scaled: list[RecordedBlock] = []
+    leaving = 1.0
+    for block in reversed(blocks):
+        entering = leaving * carried_by(block)
+        scaled.insert(0, block._replace(entering=entering, leaving=leaving))
+        leaving = entering
+    return scaled
+
+
 def _require_parts(language: Any) -> None:
     """Require that every block adds terms to the stream, and that logits are read from the stream.
 
@@ -203,8 +235,6 @@ def _require_parts(language: Any) -> None:
             raise _not_found(
                 n, "norms of the inputs of its sublayers, not of the sum with the stream,"
             )
-        if not (layout.attn_out or layout.mixer_out or layout.mlp_out):
-            raise _not_found(n, "sublayers whose outputs are added to the stream")
         attn = getattr(language.model.blocks[n], "attn", None)
         if attn is not None and (shards := carried(attn.z, "shards")):
             raise _not_found(n, f"heads that are not split over {shards.mesh.size()} processes")
@@ -221,6 +251,8 @@ class RecordedBlock(NamedTuple):
         points: its points.
         calls: the recorded inputs and outputs of each module.
         context: the context of the recorded run.
+        entering, leaving: the numbers by which the model's stream before and after the block is
+            multiplied in the view.
     """
 
     n: int
@@ -228,6 +260,8 @@ class RecordedBlock(NamedTuple):
     points: Any
     calls: dict[nn.Module, Call]
     context: ViewContext
+    entering: float = 1.0
+    leaving: float = 1.0
 
     @property
     def stream(self) -> Tensor:
@@ -245,6 +279,43 @@ class RecordedBlock(NamedTuple):
         norm = self.layout.norms.get(name)
         return None if norm is None else self.calls[norm.module]
 
+    def norm_before(self, norm: Call | None) -> nn.Module:
+        """Return a norm of the view that reads the stream."""
+        return _norm_like(norm, before=self.entering)
+
+    def norm_after(self, name: str) -> nn.Module:
+        """Return a norm of the view whose output is added to the stream."""
+        return _norm_like(self.norm(name), after=self.entering)
+
+    def factor(self, added: Summand, after: str) -> float:
+        """Return the factor of a sublayer's output, before a norm after it.
+
+        Args:
+            added: the term of the sublayer.
+            after: the name of the norm.
+        """
+        return added.factor * (1.0 if self.norm(after) else self.entering)
+
+    def output(self, added: Summand, after: str) -> Tensor:
+        """Return the recorded output of a sublayer times its factor, before a norm after it."""
+        norm = self.norm(after)
+        output = self.calls[added.module].output if norm is None else norm.inputs[0]
+        assert output is not None
+        return output * self.factor(added, after)
+
+    @property
+    def first(self) -> Summand | None:
+        """The first term of a block whose other terms are not known; None for other blocks."""
+        layout = self.layout
+        has_rest = layout.mlp_out is None and layout.reads_first
+        return (layout.attn_out or layout.mixer_out) if has_rest else None
+
+    @property
+    def is_whole(self) -> bool:
+        """True if no term of the block is known, so that the block is one sublayer."""
+        layout = self.layout
+        return not (layout.attn_out or layout.mixer_out or layout.mlp_out)
+
 
 class ViewBlock(nn.Module):
     """A block of the view.
@@ -257,7 +328,7 @@ class ViewBlock(nn.Module):
         super().__init__()
         layout = recorded.layout
         self.resid_pre, self.resid_post = HookPoint(STREAM), HookPoint(STREAM)
-        self.is_parallel = layout.mid_in is None
+        self.is_parallel = layout.mid_in is None and recorded.first is None
         if not self.is_parallel:
             self.resid_mid = HookPoint(STREAM, "residual stream between the two sublayers")
         if layout.attn_out is not None:
@@ -266,17 +337,26 @@ class ViewBlock(nn.Module):
         if layout.mixer_out is not None:
             meaning = "what another mixer of positions adds to the residual stream"
             self.mixer_out = HookPoint(STREAM, meaning)
-            self.mixer, self.mixer_ln = _undivided(recorded, layout.mixer_out)
+            mixer, self.mixer_ln = _undivided(recorded, layout.mixer_out)
+            self.mixer: ViewSublayer | ViewRest = mixer
+        if recorded.is_whole:
+            self.mixer_out = HookPoint(STREAM, "what the block adds to the residual stream")
+            self.mixer, self.mixer_ln = ViewRest(recorded), Identity()
         if layout.mlp_out is not None:
             self.mlp_out = HookPoint(STREAM, "what the MLP adds to the residual stream")
             self._add_mlp(recorded, layout.mlp_out)
+        elif recorded.first is not None:
+            meaning = "what the block adds to the residual stream after its first sublayer"
+            self.mlp_out = HookPoint(STREAM, meaning)
+            self.mlp: ViewMLP | ViewRest = ViewRest(recorded, recorded.first)
+            self.ln2, self.ln2_post = Identity(), Identity()
 
     def _add_attention(self, recorded: RecordedBlock, added: Summand) -> None:
         """Add attention: with heads if it can be divided, and otherwise as one sublayer."""
         try:
             self.attn: ViewAttention | ViewSublayer = ViewAttention(recorded)
-            self.ln1 = _norm_like(recorded.norm("ln1"))
-            self.ln1_post = _norm_like(recorded.norm("ln1_post"))
+            self.ln1 = recorded.norm_before(recorded.norm("ln1"))
+            self.ln1_post = recorded.norm_after("ln1_post")
         except Undivided:
             self.attn, self.ln1 = _undivided(recorded, added)
             self.ln1_post = Identity()
@@ -284,19 +364,20 @@ class ViewBlock(nn.Module):
     def _add_mlp(self, recorded: RecordedBlock, added: Summand) -> None:
         """Add the MLP."""
         modules, norm = _mlp_modules(recorded, added)
-        self.mlp = ViewMLP(modules, added.factor)
+        factor = recorded.factor(added, "ln2_post")
+        self.mlp = mlp = ViewMLP(modules, factor, 1.0 if norm else recorded.entering)
         hidden = recorded.layout.hidden
         if hidden is not None:
-            adapter = _adapted(recorded.n, hidden.post, added.factor)
+            adapter = _adapted(recorded.n, hidden.post, factor)
             if adapter is not None:
-                self.mlp.adapter, self.mlp.post = adapter, recorded.points.mlp.post
-        self.ln2, self.ln2_post = _norm_like(norm), _norm_like(recorded.norm("ln2_post"))
+                mlp.adapter, mlp.post = adapter, recorded.points.mlp.post
+        self.ln2, self.ln2_post = recorded.norm_before(norm), recorded.norm_after("ln2_post")
 
     @property
     def called(self) -> list[nn.Module]:
         """The modules of the model that the block calls with arguments of the context."""
-        sublayers = [getattr(self, name, None) for name in ("attn", "mixer")]
-        return [module for part in sublayers if part is not None for module in part.called]
+        sublayers = [getattr(self, name, None) for name in ("attn", "mixer", "mlp")]
+        return [module for part in sublayers for module in getattr(part, "called", ())]
 
     @property
     def branches(self) -> tuple[Branch, ...]:
@@ -320,13 +401,10 @@ class ViewBlock(nn.Module):
         """Return the residual stream that leaves the block."""
         resid = total = self.resid_pre(resid)
         for branch in self.branches:
-            if branch.kind != "mlp":
-                total = total + branch(resid, context)
-            elif self.is_parallel:
-                total = total + branch(resid)
-            else:
-                total = self.resid_mid(total)
-                total = total + branch(total)
+            if branch.kind == "mlp" and not self.is_parallel:
+                resid = total = self.resid_mid(total)
+            needs_context = branch.kind != "mlp" or isinstance(self.mlp, ViewRest)
+            total = total + branch(resid, *([context] if needs_context else []))
         return self.resid_post(total)
 
 
@@ -348,7 +426,9 @@ def _undivided(recorded: RecordedBlock, added: Summand) -> tuple["ViewSublayer",
     for norm in (recorded.norm("ln1"), None):
         read = recorded.stream if norm is None else norm.output
         if modules := _chain(read, wanted, recorded.inside):
-            return ViewSublayer(modules, added.factor), _norm_like(norm)
+            reading = 1.0 if norm else recorded.entering
+            sublayer = ViewSublayer(modules, added.factor * recorded.entering, reading)
+            return sublayer, recorded.norm_before(norm)
     raise _not_found(recorded.n, "modules that read the stream and return the term of the mixer")
 
 
@@ -358,29 +438,121 @@ class ViewSublayer(nn.Module):
     Attributes:
         called: the modules, in order. They get the other arguments of the context.
         factor: the factor of the output.
+        entering: the number by which the input is multiplied in the view.
     """
 
     called: Sequence[nn.Module]
     factor: float
+    entering: float
 
-    def __init__(self, called: Sequence[nn.Module], factor: float) -> None:
+    def __init__(self, called: Sequence[nn.Module], factor: float, entering: float = 1.0) -> None:
         super().__init__()
         # Do not register these as submodules, because their parameters do not belong to the view.
-        vars(self).update(called=called, factor=factor)
+        vars(self).update(called=called, factor=factor, entering=entering)
 
     @property
     def weight(self) -> Tensor:
         """A weight of the sublayer, which has its dtype and its device."""
-        return next(weight for module in self.called for weight in module.parameters())
+        return _weight_of(self.called)
 
     def forward(
         self, x: Float[Tensor, "batch pos d_model"], context: ViewContext
     ) -> Float[Tensor, "batch pos d_model"]:
-        """Return the vector that the sublayer adds to the stream, before a norm of it."""
+        """Return the vector that the sublayer adds to the stream."""
+        x = x if self.entering == 1 else x / self.entering
         for module in self.called:
             args, kwargs = _arguments(context.calls[module], x)
             x = next(tensors_in(module(*args, **kwargs)))
         return x if self.factor == 1 else x * self.factor
+
+
+class ViewRest(nn.Module):
+    """What a block adds to the stream after its first term, if its other terms are not known.
+
+    The block runs on the stream after the first term, with zeros instead of this term. The rest is
+    the stream that leaves the block minus the stream that entered, times the number by which the
+    block multiplies it. Without a first term, the rest is all that the block adds.
+
+    Args:
+        recorded: the block.
+        first: the first term.
+
+    Attributes:
+        called: the block.
+    """
+
+    called: tuple[nn.Module]
+    first: list[nn.Module]
+    reads_context = True
+
+    def __init__(self, recorded: RecordedBlock, first: Summand | None = None) -> None:
+        super().__init__()
+        self.entering, self.leaving = recorded.entering, recorded.leaving
+        # Do not register these as submodules, because their parameters do not belong to the view.
+        removed = [] if first is None else [first.module]
+        vars(self).update(called=(recorded.layout.block,), first=removed)
+
+    @property
+    def weight(self) -> Tensor:
+        """A weight of the block, which has its dtype and its device."""
+        return _weight_of(self.called)
+
+    def forward(
+        self, x: Float[Tensor, "batch pos d_model"], context: ViewContext
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """Return the vector that the block adds to the stream."""
+        left = _run_without(self.called[0], self.first, x / self.entering, context)
+        return left * self.leaving - x
+
+
+def carried_by(recorded: RecordedBlock) -> float:
+    """Return the number by which a block multiplies the stream that enters it.
+
+    It is 1 for a block that only adds its terms to the stream. If terms are not known, the block
+    runs with zeros as the outputs of all modules inside it, so that only the stream passes through.
+
+    Raises:
+        ValueError: if the block does not multiply the stream by one number other than 0.
+    """
+    if recorded.first is None and not recorded.is_whole:
+        return 1.0
+    block, x = recorded.layout.block, recorded.stream
+    removed: list[nn.Module] = []
+    for child in block.children():
+        removed += child.children() if isinstance(child, nn.ModuleList) else [child]
+    # The block may add a bias of its own, which does not depend on the stream.
+    left, bias = (_run_without(block, removed, stream, recorded.context) for stream in (x, 0 * x))
+    left = left - bias
+    number = float((left * x).sum() / x.square().sum())
+    if number == 0 or not agree(left, number * x, TOLERANCE):
+        raise _not_found(recorded.n, "a stream that is kept, up to a number, and not normalized,")
+    return number
+
+
+def _run_without(
+    block: nn.Module, removed: Sequence[nn.Module], x: Tensor, context: ViewContext
+) -> Tensor:
+    """Return the stream after a block, with zeros instead of the outputs of some modules.
+
+    Args:
+        block: the block.
+        removed: the modules.
+        x: the stream before the block.
+        context: the other arguments of the block.
+    """
+
+    def zeros(output: Any) -> Any:
+        return with_first_tensor(output, torch.zeros_like(next(tensors_in(output))))
+
+    def run() -> Tensor:
+        with Session() as session:
+            for module in removed:
+                session.after(module, zeros)
+            args, kwargs = _arguments(context.calls[block], x)
+            return next(tensors_in(block(*args, **kwargs)))
+
+    # The points of the removed attention must not fire again.
+    return hooks_disabled(run)
 
 
 class ViewAttention(QueryKeyValueWeights, nn.Module):
@@ -401,7 +573,7 @@ class ViewAttention(QueryKeyValueWeights, nn.Module):
 
     def __init__(self, recorded: RecordedBlock) -> None:
         super().__init__()
-        n, layout, _, calls, context = recorded
+        n, layout, calls, context = recorded.n, recorded.layout, recorded.calls, recorded.context
         module = layout.attention
         points = getattr(recorded.points, "attn", None)
         if module is None or points is None:
@@ -445,10 +617,13 @@ class ViewAttention(QueryKeyValueWeights, nn.Module):
         parts = [_weights_of(call.module, read.shape[-1], q) for call in projections]
         weight, bias = (torch.cat(part, -1) for part in zip(*parts, strict=True))
         self.qkv = _linear_of(weight[:, columns], bias[columns])
-        factor = layout.attn_out.factor if layout.attn_out else 1.0
+        assert layout.attn_out is not None
+        factor = recorded.factor(layout.attn_out, "ln1_post")
         weight, bias = _weights_of(self.map, z.shape[2] * z.shape[3], q)
         self.output = _linear_of(weight * factor, bias * factor)
         self.adapter = _adapted(n, self.map, factor)
+        if not agree(self(read, context), recorded.output(layout.attn_out, "ln1_post"), TOLERANCE):
+            raise Undivided("the output of attention must be a linear map of z")
 
     def _values(
         self, leaves: Sequence[Tensor], x: Tensor, context: ViewContext
@@ -543,26 +718,39 @@ class ViewMLP(nn.Module):
     The output of the last module is multiplied by a factor.
 
     Attributes:
+        entering: the number by which the input is multiplied in the view.
         adapter: the map that reads the hidden layer, if it has an adapter; otherwise None.
         post: the point of the hidden layer, if there is an adapter.
     """
 
     parts: Sequence[nn.Module]
     factor: float
+    entering: float
     adapter: AdaptedMap | None
 
-    def __init__(self, modules: Sequence[nn.Module], factor: float) -> None:
+    def __init__(self, modules: Sequence[nn.Module], factor: float, entering: float = 1.0) -> None:
         super().__init__()
-        vars(self).update(parts=modules, factor=factor, adapter=None)
+        vars(self).update(parts=modules, factor=factor, entering=entering, adapter=None)
+
+    @property
+    def weight(self) -> Tensor:
+        """A weight of the MLP, which has its dtype and its device."""
+        return _weight_of(self.parts)
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         """Return the output of the MLP."""
         shape = x.shape
+        x = x if self.entering == 1 else x / self.entering
         for module in self.parts:
             x = next(tensors_in(module(x)))
         # Experts may see rows and positions as one axis, so restore the shape.
         x = x.view(shape)
         return x if self.factor == 1 else x * self.factor
+
+
+def _weight_of(modules: Sequence[nn.Module]) -> Tensor:
+    """Return the first weight of some modules."""
+    return next(weight for module in modules for weight in module.parameters())
 
 
 def _adapted(n: int, module: nn.Module, factor: float = 1.0) -> AdaptedMap | None:
@@ -624,11 +812,17 @@ def _view_context_of(
     return ViewContext(arguments, hooks_disabled(arguments_of, modules, run))
 
 
-def _norm_like(call: Call | None) -> nn.Module:
+def _norm_like(call: Call | None, before: float = 1.0, after: float = 1.0) -> nn.Module:
     """Return a norm of `models` with the same gain, bias and epsilon as a recorded norm.
 
     The gain is the weight, or 1 + weight: the one that gives the recorded output. For None, the
     result is an identity.
+
+    Args:
+        call: the call of the norm.
+        before: the number by which the input is multiplied in the view. The output is the same,
+            because epsilon is multiplied by its square.
+        after: the number by which the output is multiplied in the view.
     """
     if call is None:
         return Identity()
@@ -655,7 +849,13 @@ def _norm_like(call: Call | None) -> nn.Module:
         for parameter, value in zip(candidate.parameters(), (gain, bias), strict=False):
             parameter.copy_(value)
         candidates.append(candidate.requires_grad_(False))
-    return min(candidates, key=lambda candidate: float((candidate(x) - output).abs().max()))
+    best = min(candidates, key=lambda candidate: float((candidate(x) - output).abs().max()))
+    best.eps *= before**2
+    if after != 1 and best.weight is None:
+        best.weight = nn.Parameter(x.new_ones(size), requires_grad=False)
+    for parameter in best.parameters():
+        parameter.mul_(after)
+    return best
 
 
 def _mlp_modules(recorded: RecordedBlock, added: Summand) -> tuple[list[nn.Module], Call | None]:

@@ -29,7 +29,7 @@ close = functools.partial(agree, tolerance=2e-5)
 CLEAN, OTHER = torch.randint(1, VOCAB, (2, 3, 7), generator=torch.Generator().manual_seed(3))
 REFUSED = {
     "bert": "not of the sum with the stream",
-    "doge": "whose outputs are added to the stream",
+    "doge": "a stream that is kept, up to a number",
 }
 
 

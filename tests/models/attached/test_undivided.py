@@ -19,11 +19,11 @@ from interp import (
 from interp.graph.circuit import Circuit
 from interp.graph.mib import read_mib, write_mib
 from models import attach
-from tests.attachable import HEADS, VOCAB, agree, made
+from tests.attachable import HEADS, MODELS, MORE, VOCAB, agree, made
 
 close = functools.partial(agree, tolerance=1e-4)
 
-CLEAN, OTHER = torch.randint(1, VOCAB, (2, 3, 7), generator=torch.Generator().manual_seed(3))
+CLEAN, OTHER = torch.randint(2, VOCAB, (2, 3, 7), generator=torch.Generator().manual_seed(3))
 
 
 def metric(logits):
@@ -188,3 +188,79 @@ def test_analyses_of_heads_name_the_block_without_heads():
             _ = layer.heads
     with attach(model_of("bamba")) as attached:
         assert graph.Graph(attached.model).layers[1].n_heads == HEADS
+
+
+@pytest.mark.parametrize("kind", ["gemma4_text", "granitemoeshared"])
+def test_edges_of_blocks_whose_mlp_is_the_rest_match_raw_hooks(kind):
+    """Gemma 4 multiplies the stream after each block by a number, and Granite adds two modules."""
+    model = model_of(kind)
+    layers, final = model.model.layers, model.model.norm
+    is_gemma = kind == "gemma4_text"
+    before_mlp = "pre_feedforward_layernorm" if is_gemma else "post_attention_layernorm"
+    numbers = [layer.layer_scalar if is_gemma else torch.ones(1) for layer in layers]
+    assert not is_gemma or len({number.item() for number in numbers} - {1.0}) == 2
+
+    def of_rest(n):
+        between = moved(model, layers[n].get_submodule(before_mlp), is_input=True)
+        return moved(model, layers[n]) - numbers[n] * between
+
+    changes = {
+        "input->logits": moved(model, layers[0], is_input=True) * numbers[0] * numbers[1],
+        "m0->logits": of_rest(0) * numbers[1],
+        "m1->logits": of_rest(1),
+    }
+    base = metric(model(CLEAN).logits)
+    exact = [changed(model, final, change) - base for change in changes.values()]
+    with attach(model):
+        found = edge_patching(model, PAIRS, [*changes])
+        scores = edge_attribution(model, PAIRS)
+    close(found.values, torch.stack(exact))
+    slopes = []
+    for change in changes.values():
+        share = torch.zeros(3, 1, 1, requires_grad=True)
+        total = changed(model, final, change, share).sum()
+        slopes.append(torch.autograd.grad(total, share)[0].flatten())
+    places = [scores.labels["edge"].index(edge) for edge in changes]
+    close(scores.values[places], torch.stack(slopes))
+
+
+def test_sums_of_components_of_a_scaled_stream_name_the_reason():
+    model = model_of("gemma4_text")
+    with attach(model):
+        _, cache = HookedRunner(model).run_with_cache(CLEAN)
+        with pytest.raises(ValueError, match="also multiply the stream by numbers"):
+            decompose(model, cache)
+
+
+# These models have no edges: a norm of a sum replaces the stream, or the logits are not read from
+# the stream after the last block by modules that run one after the other.
+REFUSED = {
+    *("bart", "bert", "electra", "marian", "openai-gpt", "plbart", "roberta", "minicpm3"),
+    *("nanochat", "doge", "bert-generation", "big_bird", "blenderbot-small", "camembert"),
+    *("data2vec-text", "ernie", "mvp", "rembert", "roc_bert", "roformer", "trocr", "xlm-roberta"),
+    *("minimax", "rwkv", "inkling_text", "inkling2_text", "recurrent_gemma", "xmod"),
+    *("zaya", "zamba2"),
+}
+
+
+@pytest.mark.sampled(48)
+@pytest.mark.parametrize("kind", [kind for kind in MODELS | MORE if kind not in REFUSED])
+@torch.no_grad()
+def test_circuits_of_all_architectures(kind):
+    model = made(kind)
+    logits = [model(text, use_cache=False).logits for text in (CLEAN, OTHER)]
+    with attach(model):
+        # Points change no number.
+        assert torch.equal(model(CLEAN, use_cache=False).logits, logits[0])
+        nodes = graph.Graph(model)
+        close(run_circuit(model, PAIRS, nodes.edges), logits[0], tolerance=1e-3)
+        close(run_circuit(model, PAIRS, []), logits[1], tolerance=1e-3)
+        assert edge_attribution(model, PAIRS).about["node_gap"] < 1e-3
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("kind", sorted(REFUSED & {*MODELS, *MORE}))
+def test_architectures_without_edges_name_the_reason(kind):
+    model = made(kind)
+    with attach(model), pytest.raises((TypeError, ValueError), match="must have|unembed"):
+        graph.Graph(model)
