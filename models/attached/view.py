@@ -131,6 +131,7 @@ class PlainView(nn.Module):
             self.blocks = nn.ModuleList(map(ViewBlock, recorded))
             self.is_scaled = any(block.entering != block.leaving for block in recorded)
             self.entering = recorded[0].entering
+            modules = language.unembed.modules
             norm: Any = getattr(model, "ln_final", None)
             has_norm = norm is not None and norm.module is modules[0]
             self.ln_final = _norm_like(calls[norm.module]) if has_norm else Identity()
@@ -349,7 +350,8 @@ class ViewBlock(nn.Module):
             meaning = "what the block adds to the residual stream after its first sublayer"
             self.mlp_out = HookPoint(STREAM, meaning)
             self.mlp: ViewMLP | ViewRest = ViewRest(recorded, recorded.first)
-            self.ln2, self.ln2_post = Identity(), Identity()
+            self.ln2: nn.Module = Identity()
+            self.ln2_post: nn.Module = Identity()
 
     def _add_attention(self, recorded: RecordedBlock, added: Summand) -> None:
         """Add attention: with heads if it can be divided, and otherwise as one sublayer."""
