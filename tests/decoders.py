@@ -6,8 +6,8 @@ from models.checkpoints.huggingface.families import FAMILIES
 # tracing, parallel blocks, an MLP without a module, factors, norms after sublayers, and norms of
 # queries. Each structure occurs at least once.
 KINDS = [
-    *("olmoe", "gptj", "bloom", "codegen", "cohere", "phi3", "granite", "glm4", "gemma3_text"),
-    *("persimmon", "nemotron", "xglm", "mpt", "llama4_text", "gpt_oss", "starcoder2", "olmo3"),
+    *("olmoe", "gptj", "bloom", "codegen", "cohere", "phi3", "granite", "glm4", "persimmon"),
+    *("nemotron", "xglm", "mpt", "llama4_text", "gpt_oss", "starcoder2"),
 ]
 KNOWN = sorted(FAMILIES)
 # The sizes in the table of `attachable` that the configs of these models do not have.
