@@ -44,7 +44,7 @@ def config_of(name):
     kind = transformers.CONFIG_MAPPING[name]
     # Leave out sizes that the config does not have, because `from_hf` rejects them.
     known = {*vars(kind()), *dir(kind), *kind.attribute_map}
-    sizes = {key: size for key, size in SIZES.items() if key in known} | (MODELS | MORE)[name]
+    sizes = {key: size for key, size in SIZES.items() if key in known} | (MORE | MODELS)[name]
     if name == "falcon":
         del sizes["head_dim"]
     # The sizes of the text model inside a model that also reads images or sounds.

@@ -114,7 +114,9 @@ class Job:
 
 
 @shows_progress
-def _outcome(analysis: Callable[..., Any], model: nn.Module, part: Part, progress: bool) -> Outcome:
+def _outcome(
+    analysis: Callable[..., Any], model: nn.Module, part: Part, progress: bool = True
+) -> Outcome:
     """Run the analysis on a part, without a progress bar of its own."""
     now = running.Part(part.first, is_whole=part.is_whole)
     examples = _at_model(model, part.examples)

@@ -1,6 +1,6 @@
 """The unedited run of a sweep, and the check that edited runs can begin inside this run."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,9 @@ class Unedited:
         jobs: the edited runs that will follow.
         last: the number of last positions whose logits are needed, if the model can leave out the
             others. Default: all positions.
+        keep: the blocks whose input streams are kept. Other streams are freed during the run,
+            except the output of the last block: `streams` has a tensor without values in their
+            place. Default: all blocks.
 
     Attributes:
         logits: the logits that the metric reads, [batch, read, vocab].
@@ -45,7 +48,12 @@ class Unedited:
     """
 
     def __init__(
-        self, runner: HookedRunner, batch: Batch, jobs: Sequence[Job], last: int = 0
+        self,
+        runner: HookedRunner,
+        batch: Batch,
+        jobs: Sequence[Job],
+        last: int = 0,
+        keep: Container[int] | None = None,
     ) -> None:
         self.model: Any = runner.model
         self.batch = batch
@@ -57,6 +65,11 @@ class Unedited:
         self._n_past = 2 if any(job.pos for job in jobs) else 0
         self._stage = -1.0
         self._by_rows = True
+        self._keep_streams = keep
+        # What is known of the streams that were freed: that no block changed its input in place,
+        # and whether each block read the output of the block before it.
+        self._is_intact = True
+        self._flags: list[Tensor] = []
         self._fired = Calls()
         self._calls: list[tuple[Any, ...]] = []
         self._outputs: list[Any] = []
@@ -135,6 +148,29 @@ class Unedited:
         """Record the output of a block."""
         self._stage = layer + 0.5
         self._outputs.append(next(tensors_in(output), None))
+        if self._keep_streams is not None and self._calls[layer]:
+            self._free(layer, is_kept=layer in self._keep_streams)
+
+    def _free(self, layer: int, is_kept: bool) -> None:
+        """Check the input stream of a block as `is_resumable` does, and free it if it is not kept.
+
+        The stream is also the output of the block before, which is freed too.
+        """
+        args, kwargs, stream, before = self._calls[layer]
+        self._is_intact &= version(stream) == before
+        if layer:
+            flags = _closeness([self._outputs[layer - 1]], [stream])
+            self._is_intact &= flags is not None
+            self._flags += flags or []
+        # The first stream is compared with the result of `input_resid`.
+        if not is_kept and layer:
+            empty = stream.new_zeros(1).expand(stream.shape)
+            args = tuple(empty if value is stream else value for value in args)
+            kwargs = {name: empty if value is stream else value for name, value in kwargs.items()}
+            self._calls[layer] = (args, kwargs, empty, version(empty))
+            stream = empty
+        if layer:
+            self._outputs[layer - 1] = stream
 
     def _keep(self, value: Tensor) -> None:
         """Record the keys or the values of a block."""
@@ -162,6 +198,7 @@ class Unedited:
             and all(hasattr(context, "repeated") for context in self.contexts)
             and all(hasattr(context, "after") for context in self.contexts)
             and all(len(tensors) == self._n_past for tensors in self.past)
+            and self._is_intact
             # If a block changes its input stream in place, the recorded stream is wrong.
             and all(version(stream) == before for _, _, stream, before in calls)
             and all(hasattr(language, step) for step in ("input_resid", "run_block", "unembed"))
@@ -185,7 +222,7 @@ class Unedited:
         if ends is None:
             return False
         flags: dict[torch.device, list[Tensor]] = {}
-        for flag in outputs + ends:
+        for flag in self._flags + outputs + ends:
             flags.setdefault(flag.device, []).append(flag)
         # Python waits once for each device, and only here.
         return all(bool(torch.stack(of_device).all()) for of_device in flags.values())

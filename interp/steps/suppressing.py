@@ -146,20 +146,21 @@ class _Base:
         self._heads_by_point = heads_by_point
         self._batch = Batch(steps.text, _Last())
         self._n_heads = self._try_edits()
+        self._heads_by_layer: dict[int, list[int] | None] = {}
+        for name, heads in heads_by_point.items():
+            self._heads_by_layer[runner.points[name].layer or 0] = heads
+        first = min(self._heads_by_layer)
         # A run that edits nothing forms no attention pattern. Its first position is not 0, so that
         # the keys and values are kept.
-        self._run = Unedited(runner, self._batch, [Job(0, [], pos=1)], last=1)
+        self._run = Unedited(runner, self._batch, [Job(0, [], pos=1)], last=1, keep=[first])
         contexts_are_causal = self._run.is_resumable() and all(
             getattr(context, "is_causal", True) for context in self._run.contexts
         )
         self._resumes = contexts_are_causal and not runs_alone(self.model)
         self._base_logits: Tensor | None = None
-        self._heads_by_layer: dict[int, list[int] | None] = {}
-        for name, heads in heads_by_point.items():
-            self._heads_by_layer[runner.points[name].layer or 0] = heads
         if self._resumes:
             self._devices = [stream.device for stream in self._run.streams]
-            self._before = self._run.streams[min(self._heads_by_layer)]
+            self._before = self._run.streams[first]
             self._after = self._run.streams[-1]
         self._run.free_streams()
 

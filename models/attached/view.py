@@ -431,7 +431,9 @@ def _undivided(recorded: RecordedBlock, added: Summand) -> tuple["ViewSublayer",
             reading = 1.0 if norm else recorded.entering
             sublayer = ViewSublayer(modules, added.factor * recorded.entering, reading)
             return sublayer, recorded.norm_before(norm)
-    raise _not_found(recorded.n, "modules that read the stream and return the term of the mixer")
+    raise _not_found(
+        recorded.n, "modules that read the stream and return the term of its attention or mixer"
+    )
 
 
 class ViewSublayer(nn.Module):
