@@ -56,7 +56,7 @@ def suppressed(
     steps: Steps,
     attention: Attention = None,
     *,
-    max_bytes: int = 2**28,
+    max_bytes: int = 2**26,
     progress: bool = True,
 ) -> Result:
     """Return the effect of hiding each step on each later step, in nats.
