@@ -124,8 +124,8 @@ class DifferenceLens(plots.Shown):
 def directions_of(means: Means, draws: int, seed: int) -> dict[str, Float[Tensor, " d_model"]]:
     """Return the mean difference and the control directions by name.
 
-    Controls that compare two halves of the texts are left out for a single text. Few texts have few
-    different halves, and so fewer exchanges.
+    Controls that compare two halves of the texts are left out for a single text. Four
+    texts have only three different halves, so there are fewer controls for few texts.
 
     Args:
         means: the sums of the values of each text.

@@ -76,9 +76,10 @@ def suppressed(
         attention: the layers and heads where the step is hidden: names of points or patterns, such
             as `blocks.2.attn`; or a mapping from layers to a head, several heads or None for all
             heads. Default: all heads of all layers.
-        max_bytes: a bound on the memory of logits and their divergences, in bytes. The streams,
-            keys and values of one run are stored in addition. The attention patterns of one layer
-            are formed only in a model that cannot be resumed, or whose blocks get no mask.
+        max_bytes: a bound on the memory of logits and their divergences, in bytes. Two streams, and
+            the keys and values of one run, are stored in addition. The attention patterns of one
+            layer are formed only in a model that cannot be resumed, or whose blocks get no mask.
+            Default: 64 MiB.
         progress: whether to show a bar after two seconds.
 
     Returns:

@@ -133,6 +133,29 @@ def test_the_contexts_are_of_their_kinds(sae, values):
     assert all(found.value == 0 for found in all_scores(score))
 
 
+def test_tokens_with_a_share_of_the_largest_value_are_marked(sae, values):
+    """The feature has values between 0.3 and 0.9 of its largest value in many contexts."""
+    shares = {}
+    for features in values.values():
+        for feature in np.flatnonzero((features > 0).any(0)):
+            relative = features[:, feature] / features[:, feature].max()
+            between = ((relative > 0.35) & (relative < 0.85)).any()
+            shares[feature] = shares.get(feature, 0) + between
+    feature = int(max(shares, key=shares.get))
+    assert shares[feature] >= 3
+    score = score_explanation(
+        pydoc(), sae, feature, "x", TEXTS, lambda prompt: "no", context=SIZE, n=40
+    )
+    checked = 0
+    for answer in score.answers:
+        if (answer.test, answer.kind) == ("fuzzing", "active"):
+            text, marked = asked(answer.prompt)
+            of_context = values[text][:, feature]
+            assert marked == {*np.flatnonzero(of_context >= 0.3 * of_context.max())}
+            checked += 1
+    assert checked >= 9
+
+
 def test_seeds_repeat_and_results_are_strict_json(sae):
     one, again, other = (scored(sae, lambda prompt: "no", n=3, seed=seed) for seed in (1, 1, 2))
     assert one.answers == again.answers != other.answers
