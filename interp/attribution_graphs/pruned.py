@@ -59,6 +59,8 @@ class PrunedGraph(plots.Shown):
     pins: list[str] = field(default_factory=list)
     about: Mapping[str, object] = field(default_factory=dict)
     cells: Sequence[AttentionCell] = ()
+    # The name that each node has in the file from which the graph was loaded, by the name here.
+    _names_in_file: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __getitem__(self, name: str) -> Node:
         """Return the node with a name.
@@ -148,6 +150,9 @@ class PrunedGraph(plots.Shown):
     def as_json(self, slug: str, scan: str) -> dict[str, Any]:
         """Return the graph in Neuronpedia's format. NaN and infinity at nodes become None.
 
+        The nodes of a graph that was loaded from a file have the names of this file, unless a node
+        that was added has one of these names.
+
         Args:
             slug: the name of the graph.
             scan: the name of the model.
@@ -170,9 +175,14 @@ class PrunedGraph(plots.Shown):
         }
         if self.node_threshold is not None:
             metadata["node_threshold"] = self.node_threshold
+        names = self._names_to_write()
+        groups = {
+            label: [names.get(member, member) for member in members]
+            for label, members in self.supernodes.items()
+        }
         state = {
-            "pinnedIds": [*self.pins],
-            "supernodes": [[name, *ids] for name, ids in self.supernodes.items()],
+            "pinnedIds": [names.get(pin, pin) for pin in self.pins],
+            "supernodes": [[label, *members] for label, members in groups.items()],
             "linkType": "both",
             "clickedId": "",
             "sg_pos": "",
@@ -181,10 +191,28 @@ class PrunedGraph(plots.Shown):
         facts = {
             "metadata": metadata,
             "qParams": state,
-            "nodes": [neuronpedia.node_facts(node, best) for node in self.nodes],
-            "links": [link._asdict() for link in self.links],
+            "nodes": [
+                neuronpedia.node_facts(node, best) | {"node_id": names[node.id]}
+                for node in self.nodes
+            ],
+            "links": [
+                {
+                    "source": names.get(link.source, link.source),
+                    "target": names.get(link.target, link.target),
+                    "weight": link.weight,
+                }
+                for link in self.links
+            ],
         }
         return dict(strict_json.finite(facts))
+
+    def _names_to_write(self) -> dict[str, str]:
+        """Return the name of each node in a file, by its name in this package."""
+        names = {node.id: self._names_in_file.get(node.id, node.id) for node in self.nodes}
+        # circuit-tracer names the error of layer 3 at position 7 `0_3_7`, which is the name of a
+        # feature here. If such a feature was added, links with this name would be ambiguous.
+        is_distinct = len({*names.values()}) == len(names)
+        return names if is_distinct else {name: name for name in names}
 
     def to_neuronpedia(self, directory: str | os.PathLike[str], slug: str, scan: str) -> Path:
         """Write `slug.json` in Neuronpedia's format, and return its path.
@@ -223,8 +251,8 @@ class PrunedGraph(plots.Shown):
         """Load a graph that `to_neuronpedia`, circuit-tracer, its page, Neuronpedia or Anthropic
         wrote.
 
-        Nodes get the names of `Node`. Labels that were edited in a page become the labels of the
-        nodes.
+        Nodes get the names of `Node`. `to_neuronpedia` writes the names of this file again. Labels
+        that were edited in a page become the labels of the nodes.
 
         Raises:
             FileNotFoundError: if the file does not exist.
@@ -266,6 +294,8 @@ class PrunedGraph(plots.Shown):
             supernodes[name] = [names.get(member, member) for member in ids]
         threshold = metadata.pop("node_threshold", None)
         pins = [names.get(pin, pin) for pin in pins]
+        pairs = zip(nodes, data["nodes"], strict=True)
+        in_file = {node.id: facts["node_id"] for node, facts in pairs}
         return cls(
             nodes=nodes,
             links=links,
@@ -275,6 +305,7 @@ class PrunedGraph(plots.Shown):
             supernodes=supernodes,
             pins=pins,
             about=metadata,
+            _names_in_file=in_file,
         )
 
 

@@ -43,16 +43,39 @@ def test_a_graph_survives_being_written(name, tmp_path):
     graph = graph_of(name)
     path = graph.to_neuronpedia(tmp_path, "again", "some-model")
     again = PrunedGraph.from_neuronpedia(path)
+    first, second = (json.loads(file.read_text()) for file in (HERE / f"{name}.json", path))
+    assert [node["node_id"] for node in second["nodes"]] == [
+        node["node_id"] for node in first["nodes"]
+    ]
+    assert [(link["source"], link["target"], link["weight"]) for link in second["links"]] == [
+        (link["source"], link["target"], link["weight"]) for link in first["links"]
+    ]
     for part in ("nodes", "links", "tokens", "pins", "supernodes", "node_threshold"):
         assert getattr(again, part) == getattr(graph, part)
     assert again.about["prompt"] == graph.about["prompt"]
-    for node in json.loads(path.read_text())["nodes"]:
+    for node, ours in zip(second["nodes"], graph.nodes, strict=True):
         if node["feature_type"] == "cross layer transcoder":
-            layer, number = int(node["layer"]), graph[node["node_id"]].number
+            layer, number = int(node["layer"]), ours.number
             assert node["feature"] == (layer + number) * (layer + number + 1) // 2 + number
         # Without this text in logits, circuit-tracer's page fails.
         if node["feature_type"] == "logit":
             assert "(p=0." in node["clerp"]
+
+
+def test_an_added_feature_may_have_the_name_of_an_error_in_the_file():
+    graph = graph_of("page")
+    state = graph.as_json("x", "y")["qParams"]
+    assert state["pinnedIds"][3] == state["supernodes"][1][2] == "0_0_1"
+    feature = Node("0_0_1", "feature", 0, 1, 0)
+    graph.nodes = [*graph.nodes, feature]
+    graph.links = [*graph.links, Link("0_0_1", "4_2_5", 0.5), Link("0_-1_1", "4_2_5", 0.25)]
+    written = graph.as_json("x", "y")
+    assert {node["node_id"] for node in written["nodes"]} >= {"0_0_1", "0_-1_1"}
+    assert written["links"][-2:] == [
+        {"source": "0_0_1", "target": "4_2_5", "weight": 0.5},
+        {"source": "0_-1_1", "target": "4_2_5", "weight": 0.25},
+    ]
+    assert written["qParams"]["pinnedIds"][3] == "0_-1_1"
 
 
 def test_a_file_of_neuronpedias_server_is_read():
