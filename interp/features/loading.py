@@ -46,8 +46,9 @@ def load_sae(
 
     Args:
         path: a folder, or a file in it. The file of one of several layers, such as
-            `layer_1.safetensors`, loads only this layer. The path can also be the name of a bundled
-            dictionary, `pydoc-4l/resid_post`, or a place on the Hugging Face hub, such as
+            `layer_1.safetensors`, loads only this layer, and so does a folder with a single file
+            of this kind. The path can also be the name of a bundled dictionary,
+            `pydoc-4l/resid_post`, or a place on the Hugging Face hub, such as
             `google/gemma-scope-2b-pt-res/layer_20/width_16k/average_l0_71`. If the package sae_lens
             is installed, a release and an id of SAELens are also possible.
         format: the format of the files. It is only needed if a folder contains files of several
@@ -221,6 +222,9 @@ def load_any(
         _require_kind_of_files(path, isinstance(ours, Transcoders), kind)
         return ours.to(dtype)
     name, read, source = _recognised(_local(path), format, FORMS)
+    only_layer = _only_layer(FORMS[name], source)
+    if kind is Dictionary and only_layer is not None:
+        read, source = only_layer
     # A format with files of layers reads all layers of a folder.
     _require_kind_of_files(path, bool(FORMS[name].layers) and read is FORMS[name].read, kind)
     options = _settings(settings or {}, read, name)
@@ -369,7 +373,7 @@ def _at_least_float32(module: nn.Module) -> torch.dtype:
 def _reading(form: Form, local: Path) -> tuple[Callable[..., Loaded | Crosscoder], Path] | None:
     """Return the reader of a format and the path for it, or None if the path has another format.
 
-    1. A folder must contain the files of the format.
+    1. A folder must contain the files of the format, or a single file of one of several layers.
     2. A file can be a whole dictionary, or one of several layers.
     3. Any other file of a folder, such as its config, is read as the folder.
 
@@ -377,7 +381,7 @@ def _reading(form: Form, local: Path) -> tuple[Callable[..., Loaded | Crosscoder
         ValueError: if the file is only a part of a dictionary.
     """
     if local.is_dir():
-        return (form.read, local) if _has(form, local) else None
+        return (form.read, local) if _has(form, local) else _only_layer(form, local)
     if form.single:
         return (form.read, local) if _is_one_of(local, form.files) else None
     if _is_one_of(local, form.layers):
@@ -391,6 +395,16 @@ def _reading(form: Form, local: Path) -> tuple[Callable[..., Loaded | Crosscoder
         if local.match(pattern) and _has(form, folder := local.parents[pattern.count("/")]):
             return form.read, folder
     return None
+
+
+def _only_layer(form: Form, folder: Path) -> tuple[Callable[..., Dictionary], Path] | None:
+    """Return the reader of one layer and the only file of a layer in a folder, or None if there is
+    no such file or several.
+    """
+    files = [path for pattern in form.layers for path in folder.glob(pattern)]
+    if form.read_layer is None or len(files) != 1:
+        return None
+    return form.read_layer, files[0]
 
 
 def _is_one_of(local: Path, patterns: Iterable[str]) -> bool:

@@ -178,6 +178,25 @@ def test_a_file_of_one_layer_is_this_layer(tmp_path, siblings):
     assert made.W_enc.dtype == torch.float64
 
 
+def test_a_folder_with_one_layer_is_this_layer(tmp_path):
+    pytest.importorskip("yaml", reason="config.yaml needs PyYAML")
+    folder = shutil.copytree(FIXTURES / "circuit_tracer", tmp_path / "own")
+    path = folder / "layer_1.safetensors"
+    saved = load_file(path)
+    (folder / "layer_0.safetensors").rename(folder / "layer_2.safetensors")
+    with pytest.raises(FileNotFoundError, match="layer_0"):
+        load_sae(folder)
+    (folder / "layer_2.safetensors").unlink()
+    made = load_sae(folder)
+    assert (made.reads, made.writes) == ("blocks.1.resid_mid", "blocks.1.mlp_out")
+    assert_close(made.W_dec, saved["W_dec"])
+    with pytest.raises(ValueError, match="load_sae"):
+        load_transcoders(folder)
+    path.rename(folder / "layer_0.safetensors")
+    assert load_sae(folder).writes == "blocks.0.mlp_out"
+    assert [*load_transcoders(folder)] == ["blocks.0.mlp_out"]
+
+
 def test_a_file_of_one_layer_honours_its_config(tmp_path):
     text = "{activation: topk, k: 2, transcoders: [layer_1.safetensors, layer_0.safetensors]}"
     folder = yaml_changed("circuit_tracer_topk", tmp_path, text)
