@@ -53,7 +53,7 @@ from interp.reading.experts import expert_load as expert_load
 from interp.reading.heads import head_scores as head_scores
 from interp.reading.heads import repeated_tokens as repeated_tokens
 from interp.reading.jacobian import JacobianLens as JacobianLens
-from interp.reading.jacobian import jacobian_lens as jacobian_lens
+from interp.reading.jacobian_fit import jacobian_lens as jacobian_lens
 from interp.reading.lens import logit_lens as logit_lens
 from interp.reading.logit_attribution import accumulated_logits as accumulated_logits
 from interp.reading.logit_attribution import direct_logit_attribution as direct_logit_attribution

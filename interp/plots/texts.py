@@ -295,9 +295,11 @@ def lens(readout: Any) -> View:
     shown = chances[:, -last:].flip(0)
     cells = []
     tips = []
-    for layer, chances_of_layer in zip(likeliest[::-1], shown.tolist(), strict=True):
+    without = readout.without_numbers[::-1]
+    for number, chances_of_layer in enumerate(shown.tolist()):
+        layer = likeliest[layers - 1 - number]
         for tokens, chances_of_pos in zip(layer[-last:], chances_of_layer, strict=True):
-            best = [visible(f"{token}") for token in tokens]
+            best = ["" if without[number] else visible(f"{token}") for token in tokens]
             percents = [f"{100 * chance:.3g} %" for chance in chances_of_pos]
             cells.append(best[0])
             tips.append([[*pair] for pair in zip(best, percents, strict=True)])

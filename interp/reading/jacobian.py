@@ -1,38 +1,19 @@
-"""The Jacobian lens: the stream of a layer, mapped to the final stream by the mean Jacobian between
-them.
+"""Jacobian lenses: mean Jacobians from the stream of each layer to the final stream.
 
-1. Run a text, and record the autograd graph from the stream entering the first block to the final
-   stream.
-2. Sum an entry of the final stream over positions, and take the gradient of the sum with respect to
-   each layer's stream. This is a row of the layer's Jacobian. As many rows are computed together as
-   the memory allows.
-3. Take the mean over the positions of the layer's stream, then over texts (Gurnee et al. 2026).
+`jacobian_fit` fits a lens to texts, and `published` is the form of the files of other libraries.
 """
 
-import functools
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from jaxtyping import Float
+from torch import Tensor
 
-from hooks import HookedRunner
-from hooks.base import (
-    Text,
-    Texts,
-    at_least_float32,
-    config_hash,
-    peak_bytes,
-    require_integer,
-    shows_progress,
-    stacked,
-)
-from interp.inputs.copies import digests
-from interp.inputs.texts import batches
-from interp.reading.affine import AffineLens, for_fit
+from interp.reading.affine import AffineLens
+from interp.reading.published import read, write
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -49,6 +30,7 @@ class JacobianLens(AffineLens):
             texts, with a term m² for each different text that occurs m times (Kish 1965, "Survey
             Sampling"). A mean over so many different texts has the same standard error. None if all
             texts are different.
+        about: other facts, such as the name of the model, from a file of `from_published`.
 
     >>> JacobianLens(torch.eye(2)[None], torch.zeros(1, 2), "", 1, torch.tensor([2.0]))
     JacobianLens [layer 1, d_model 2]
@@ -57,6 +39,7 @@ class JacobianLens(AffineLens):
     n_texts: int
     squares: Float[Tensor, " layer"]
     n_different: float | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     _format: ClassVar[str] = "hookscope-jacobian-lens-1"
 
@@ -66,7 +49,7 @@ class JacobianLens(AffineLens):
         matrix. Both are measured by the Frobenius norm.
 
         Copies of a text are taken into account; see `n_different`. The error is NaN for a single
-        text.
+        text, and for a lens of `from_published`, because the file does not contain `squares`.
         """
         n = self.n_texts if self.n_different is None else self.n_different
         of_mean = self.weight.square().sum((1, 2))
@@ -109,137 +92,76 @@ class JacobianLens(AffineLens):
             n_texts=n_texts,
             squares=mean("squares"),
             n_different=n_different,
+            about={} if any(lens.about != self.about for lens in others) else self.about,
         )
 
+    @property
+    def layers(self) -> list[int]:
+        """The layers that have a matrix. The matrix of any other layer is NaN."""
+        is_missing = self.weight[:, 0, 0].isnan().tolist()
+        return [layer for layer, missing in enumerate(is_missing) if not missing]
 
-@shows_progress
-def jacobian_lens(
-    model: nn.Module,
-    texts: Texts,
-    *,
-    skip: int = 16,
-    max_bytes: int = 2**30,
-    progress: bool = True,
-) -> JacobianLens:
-    """Return the mean Jacobian from the stream that enters each block to the stream after all
-    blocks.
+    @classmethod
+    def from_published(cls, path: str | os.PathLike[str]) -> "JacobianLens":
+        """Load a lens from a file of the package jacobian-lens, TransformerLens or Neuronpedia.
 
-    J of a text is the mean over positions t of the sum over positions p >= t of d(final stream at
-    p) / d(stream at t). Both t and p run from `skip` to the last position but one. The lens is the
-    mean over texts (Gurnee et al. 2026, "Verbalizable Representations Form a Global Workspace in
-    Language Models"). After the last layer J is the identity, so the lens has no matrix there.
+        The form has no matrix for the stream that enters the first block, so layer 0 of the lens is
+        NaN. Layer l of the lens is `J[l - 1]` of the file, because the file counts the streams
+        after the blocks. The file does not contain a config hash. Only the sizes are checked when
+        the lens is used.
 
-    The fit runs the model. Each text needs one forward pass, and one backward pass for each of the
-    d_model entries. As many backward passes run together, by vmap, as the memory allows.
+        `huggingface_hub.hf_hub_download("neuronpedia/jacobian-lens", name)` downloads a file, such
+        as `gpt2-small/jlens/Salesforce-wikitext/gpt2_jacobian_lens.pt`.
 
-    Args:
-        model: a model in evaluation mode with `resid_pre` and `resid_post` in each block. Its
-            weights need no gradients, and receive none.
-        texts: strings or tokens, which are read once, one at a time. About a hundred texts of 128
-            tokens each are enough for a usable lens.
-        skip: the number of first positions that are left out, because heads attend to them when no
-            other key matters. Default: 16.
-        max_bytes: the most memory beyond the model and the lens, in bytes. Default: 2**30.
-        progress: whether to show a progress bar after two seconds.
+        Raises:
+            FileNotFoundError: if the file does not exist.
+            CacheError: if the file has another form, or its entries contradict each other.
+        """
+        published = read(path)
+        weight = published.weight
+        return cls(
+            weight=weight,
+            bias=torch.zeros_like(weight[..., 0]),
+            config_hash="",
+            n_texts=published.n_texts,
+            squares=torch.full_like(weight[:, 0, 0], torch.nan),
+            about=published.about,
+        )
 
-    Returns:
-        The lens, with a Jacobian [d_model, d_model] for each block.
+    def to_published(
+        self, path: str | os.PathLike[str], dtype: torch.dtype = torch.float32
+    ) -> None:
+        """Write the lens as a file that TransformerLens and the package jacobian-lens load.
 
-    Raises:
-        ValueError: if there are no texts, a text has fewer than `skip` + 2 tokens, `skip` is
-            negative, `max_bytes` is too small for one backward pass, or PyTorch's inference mode is
-            on.
-        UnknownNameError: if the model has no such points.
-        ModeError: if the model is in training mode.
+        The form has no place for layer 0, the bias, `squares` and the config hash; `save` keeps
+        them.
 
-    >>> from models import Transformer, TransformerConfig
-    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=1, d_model=4)
-    >>> model = Transformer(config).eval()
-    >>> jacobian_lens(model, [[3, 1, 4, 1], [5, 2, 6]], skip=0)
-    JacobianLens [layer 2, d_model 4]
-    """
-    require_integer("skip", skip, 0)
-    runner, names = for_fit(model)
-    total = torch.zeros(())
-    squares = torch.zeros(())
-    times = Counter[str]()
-    for number, text in batches(texts, model, 1):
-        if text.tokens.shape[1] < skip + 2:
-            raise ValueError(
-                f"a text must have at least {skip + 2} tokens, for skip={skip}; "
-                f"got {text.tokens.shape[1]} in text {number}"
-            )
-        jacobians = _jacobians(runner, names, tokens=text.tokens, skip=skip, max_bytes=max_bytes)
-        squares = squares + jacobians.flatten(1).norm(dim=1) ** 2
-        # Add in place: the memory may not be enough for a third tensor of all Jacobians.
-        total = jacobians.add_(total)
-        times.update(digests(text))
-    count = times.total()
-    weight = total / count
-    return JacobianLens(
-        weight=weight,
-        bias=torch.zeros_like(weight[..., 0]),
-        config_hash=config_hash(model),
-        n_texts=count,
-        squares=squares / count,
-        n_different=count**2 / sum(copies**2 for copies in times.values()),
-    )
+        Args:
+            path: the path of the file, with the suffix `.pt`.
+            dtype: the dtype of the matrices. Published files have float16, with half the size.
 
+        Raises:
+            FileNotFoundError: if the directory does not exist.
+            ValueError: if the path has another suffix, or no layer except layer 0 has a matrix.
 
-def _jacobians(
-    runner: HookedRunner,
-    names: Sequence[str],
-    tokens: Int[Tensor, "1 pos"],
-    skip: int,
-    max_bytes: int,
-) -> Float[Tensor, "layer d_model d_model"]:
-    """Return the Jacobians of one text."""
-    (*streams, final), forward = peak_bytes(lambda: _streams_of_run(runner, names, tokens))
-    size = final.shape[-1]
-    jacobians = at_least_float32(final.new_zeros(len(streams), size, size))
-    first_row = 0
-    at_once = 1
-    while first_row < size:
-        rows = range(first_row, min(first_row + at_once, size))
-        compute = functools.partial(_jacobian_rows, streams, final, rows=rows, skip=skip)
-        values, backward = peak_bytes(compute)
-        jacobians[:, rows] = values.to(jacobians)
-        # The first row is computed alone, to measure the memory that a row needs.
-        if first_row == 0:
-            if (least := forward + backward) > max_bytes:
-                raise ValueError(
-                    f"max_bytes must be at least {least:,} for a text of {tokens.shape[1]} tokens; "
-                    f"got {max_bytes:,}"
-                )
-            at_once = (max_bytes - forward) // backward
-        first_row = rows.stop
-    return jacobians
+        >>> import tempfile
+        >>> path = f"{tempfile.mkdtemp()}/lens.pt"
+        >>> lens = JacobianLens(torch.ones(3, 2, 2), torch.zeros(3, 2), "", 1, torch.ones(3))
+        >>> lens.to_published(path)
+        >>> JacobianLens.from_published(path)
+        JacobianLens [layer 3, d_model 2], no matrix for layer 0
+        """
+        write(
+            path,
+            weight=self.weight,
+            layers=self.layers,
+            n_texts=self.n_texts,
+            about=self.about,
+            dtype=dtype,
+        )
 
-
-def _jacobian_rows(
-    streams: Sequence[Float[Tensor, "1 pos d_model"]],
-    final: Float[Tensor, "1 pos d_model"],
-    rows: range,
-    skip: int,
-) -> Float[Tensor, "layer row d_model"]:
-    """Return some rows of the Jacobians of one text."""
-    directions = final.new_zeros(len(rows), *final.shape)
-    directions[range(len(rows)), :, skip:-1, rows] = 1
-    gradients = torch.autograd.grad(
-        final, streams, directions, retain_graph=True, is_grads_batched=True
-    )
-    return stacked(at_least_float32(gradient[:, 0, skip:-1]).mean(1) for gradient in gradients)
-
-
-def _streams_of_run(
-    runner: HookedRunner, names: Sequence[str], tokens: Int[Tensor, "1 pos"]
-) -> list[Tensor]:
-    """Return the stream entering each block and the final stream, in one autograd graph."""
-
-    def leaf(value: Tensor, point: object) -> Tensor:
-        return value.detach().requires_grad_()
-
-    with torch.enable_grad(), runner.hooks({names[0]: leaf}):
-        arguments = Text(tokens).arguments(runner.model)
-        cache = runner.capture(tokens, names=names, detach=False, **arguments)
-    return [cache[name] for name in names]
+    def __repr__(self) -> str:
+        """Return the sizes of the lens, and the layers without a matrix."""
+        missing = sorted({*range(len(self.weight))} - {*self.layers})
+        listed = ", ".join(map(str, missing))
+        return super().__repr__() + (f", no matrix for layer {listed}" if missing else "")

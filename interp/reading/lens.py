@@ -38,7 +38,8 @@ class LensReadout(plots.Shown):
     """Predictions from the stream entering each block and, last, from the stream after all blocks.
 
     Probabilities are 0 to 1. All numbers are in float32 when the model is in half precision.
-    Numbers are NaN at padding; tokens and ranks have no meaning there.
+    Numbers are NaN at padding, and in layers for which a Jacobian lens has no matrix; tokens and
+    ranks have no meaning there.
 
     Attributes:
         tokens: the likeliest next tokens, best first.
@@ -73,6 +74,13 @@ class LensReadout(plots.Shown):
         columns: list[int] = self.real[0].nonzero()[:, 0].tolist()
         return columns
 
+    @property
+    def without_numbers(self) -> list[bool]:
+        """For each layer, True if all numbers of the first text are NaN."""
+        is_nan = self.probabilities[:, 0, self.columns].isnan()
+        without: list[bool] = is_nan.flatten(1).all(1).tolist()
+        return without
+
     def view(self) -> plots.View:
         """Draw the likeliest token of each layer at each position of the first text."""
         return plots.lens(self)
@@ -86,9 +94,10 @@ class LensReadout(plots.Shown):
         text, likeliest = self.first or (None, self.tokens[:, 0].tolist())
         columns = self.columns[-_SHOWN:]
         earlier = ["…"] if len(self.columns) > _SHOWN else []
+        without = self.without_numbers
         rows = []
         for number, layer in enumerate(likeliest):
-            best = [repr(layer[column][0]) for column in columns]
+            best = ["-" if without[number] else repr(layer[column][0]) for column in columns]
             rows.append([str(number), *earlier, *best])
         rows = rows[-_MOST_LAYERS:]
         if text is not None:
