@@ -6,7 +6,7 @@ import os
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Bool, Shaped
@@ -37,6 +37,8 @@ from hooks.slicing import Slice
 _FORMAT = "hookscope-cache-6"
 # The prefixes of the names of gradients, inputs and masks; no module's name starts with a dot.
 _GRAD, _INPUT, _MASK = ".grad.", ".input.", ".mask."
+
+T = TypeVar("T")
 
 
 class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
@@ -248,6 +250,32 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
             UnknownNameError, CacheError: see `layer_names`.
         """
         return (self.read(name)[0] for name in self.layer_names(short).values())
+
+    def map_layers(self, short: str, function: Callable[[Tensor], T]) -> list[T]:
+        """Return a function of each value of `layers`, in order.
+
+        A lazy cache has the value of only one layer in memory. It checks for changes of the model
+        once, after the last layer, so the host waits once for the device.
+
+        Args:
+            short: the end of the names, such as `attn.z`.
+            function: a function of a value.
+
+        Raises:
+            UnknownNameError, CacheError: see `layer_names`.
+
+        >>> from hooks import HookedRunner
+        >>> from models import Transformer, TransformerConfig
+        >>> sizes = dict(vocab_size=7, n_ctx=5, n_layers=3, n_heads=1, d_model=4)
+        >>> runner = HookedRunner(Transformer(TransformerConfig(**sizes)).eval())
+        >>> _, cache = runner.run_with_cache(torch.tensor([[3, 1]]), lazy=True)
+        >>> cache.map_layers("pattern", lambda pattern: round(float(pattern.sum())))
+        [2, 2, 2]
+        """
+        full_names = self.layer_names(short).values()
+        if isinstance(self._values, LazyValues):
+            return self._values.mapped(full_names, function)
+        return [function(self._values[name]) for name in full_names]
 
     @explains_calls
     def stack(self, short: str) -> Shaped[Tensor, "layer ..."]:

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -13,8 +13,10 @@ from hooks.base.transfer import Copies, private
 from hooks.capture import Recorder
 from hooks.names import Blocks
 from hooks.point import Point
-from hooks.replay import BlockCall
+from hooks.replay import BlockCall, require_reproduced
 from hooks.session import Edits
+
+T = TypeVar("T")
 
 
 class LazyValues(Mapping[str, Tensor]):
@@ -88,9 +90,34 @@ class LazyValues(Mapping[str, Tensor]):
             if name not in values:
                 call = self._calls_by_name[name]
                 missing.setdefault(call, {})[name] = call.points[name]
-        for call, points in missing.items():
-            values |= call.read(points, self._edits, self._run.options)
+        seconds = [
+            call.run_again(points, self._edits, self._run.options)
+            for call, points in missing.items()
+        ]
+        require_reproduced(seconds)
+        for second in seconds:
+            values |= second.values
         return {name: self._changed(name, values[name]) for name in names}
+
+    def mapped(self, names: Iterable[str], function: Callable[[Tensor], T]) -> list[T]:
+        """Return a function of the value of each name.
+
+        Only the values of one block are in memory at a time. All blocks are compared with the first
+        run at the end, so the host waits once.
+        """
+        results = []
+        seconds = []
+        for name in names:
+            if name in self._recomputed or name in self._run.values:
+                value = self.several([name])[name]
+            else:
+                call = self._calls_by_name[name]
+                second = call.run_again({name: call.points[name]}, self._edits, self._run.options)
+                value = self._changed(name, second.values.pop(name))
+                seconds.append(second)
+            results.append(function(value))
+        require_reproduced(seconds)
+        return results
 
     def by_block(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all names with their values.

@@ -6,8 +6,9 @@ Lazy caches (`hooks.lazy`) compute their values this way.
    (`BlockCall.listen`).
 2. During the run, copies of each block's arguments and a sample of its output are stored.
 3. When a value is read, its block runs again on these arguments, under the edits of the first run,
-   and records this value, or all values that are requested together (`BlockCall.read`).
-4. If the weights or the sample differ, the block has changed, and the read raises an error.
+   and records this value, or all values that are requested together (`BlockCall.run_again`).
+4. If the weights or the sample differ, the block has changed, and the read raises an error
+   (`require_reproduced`). Samples of several blocks are compared together.
 5. A value that was read alone stays in memory until `LazyValues.drop`. Values that are read
    together do not.
 
@@ -15,16 +16,17 @@ Storing inputs and recomputing the rest is the idea of activation checkpointing 
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hooks.base import _torch, carried, mapped, piece_read, reading, tensors_in
-from hooks.base.closeness import block_rounding, is_reproduced
+from hooks.base.closeness import TwoRuns, are_reproduced, block_rounding
 from hooks.base.errors import CacheError, HookError
 from hooks.base.memory import Bound
 from hooks.base.transfer import Copies
@@ -108,6 +110,8 @@ class BlockCall:
         copies: the copies of arguments in this run, which blocks may share, such as a mask.
         bound: counts the stored bytes and raises an error above the limit.
         fired, repeated: whether the block ran, and whether it ran more than once.
+        writes: whether the block may write into its arguments, as far as the first run shows. Then
+            each second run gets copies of the stored arguments.
     """
 
     name: str
@@ -117,6 +121,7 @@ class BlockCall:
     bound: Bound | None = dataclasses.field(init=False, default=None)
     fired: bool = False
     repeated: bool = False
+    writes: bool = True
     _inputs: list[Tensor] = dataclasses.field(default_factory=list)
     _output: list[Tensor] = dataclasses.field(default_factory=list)
 
@@ -138,6 +143,9 @@ class BlockCall:
         # The arguments are copied, because the block, a later block or the caller may write into
         # them.
         self._arguments = mapped((args, kwargs), self._stored)
+        self._unwritten = _versions(self._inputs)
+        self._given = [leaf for leaf in tensors_in((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._before = _versions(self._given)
         self._autocast, self._precision = numerics(self._inputs)
         self._piece = piece_read()
         self.fired = True
@@ -153,8 +161,10 @@ class BlockCall:
         return stored
 
     def _sample(self, output: Any) -> None:
-        """Store a sample of the output."""
+        """Store a sample of the output, and whether the block wrote into its arguments."""
         self._output = sampled(unwatched(output))
+        self.writes = _versions(self._given) != self._before or -1 in self._before
+        self._given = []
 
     def report(self, recorder: Recorder) -> None:
         """Tell the recorder which points the block reached.
@@ -181,66 +191,134 @@ class BlockCall:
         return self._inputs + self._output
 
     @_torch.without_gradients
-    def read(
-        self, points: Mapping[str, Point], edits: Edits, options: Options
-    ) -> Mapping[str, Tensor]:
+    def run_again(self, points: Mapping[str, Point], edits: Edits, options: Options) -> "SecondRun":
         """Run the block on its stored arguments, under the edits of the first run.
+
+        The result has the values. They may be wrong until `require_reproduced` has compared the
+        two runs.
 
         Args:
             points: the block's points to record.
             edits: the edits of the first run, anywhere in the model.
             options: the options for the values.
 
-        Returns:
-            The values by name.
-
         Raises:
-            CacheError: if the block has changed since the run.
-        """
-        recorder = Recorder(points, options)
-        planned = any(isinstance(tensor, _torch.FakeTensor) for tensor in self.tensors())
-        # A plan runs on fake tensors. But an edit that acts in the plan may read the lazy cache of
-        # a real run, whose block must run on real tensors.
-        with nullcontext() if planned else _torch.unset_fake_temporarily():
-            if not self._record_again(edits, recorder):
-                raise CacheError(
-                    f"{self.name} changed after the run (a weight, an attribute, a hook, an "
-                    "adapter, a dictionary, the precision of products, or an edit that is not the "
-                    "same twice), so running it again would give other values; read a lazy cache "
-                    "before changing the model"
-                )
-            recorder.finish("its block gave it in the run, within a `with` that has ended")
-        return recorder.values
-
-    def _record_again(self, edits: Edits, recorder: Recorder) -> bool:
-        """Run the block again and record the points. Return whether the block is unchanged.
-
-        It is unchanged if its weights are, and if a sample of its output is equal to the sample of
-        the first run, up to rounding.
+            CacheError: if a weight has changed since the run.
         """
         if _torch.marks(self.block) != self._state:
-            return False
-        precision = self._precision()
-        output = self._replayed(edits, recorder)
-        if is_reproduced(self._output, output, precision):
-            return True
-        # The recording hooks may have disabled fused kernels, and the other kernels may round more.
-        # So run the block without them, and compare this output. Then nothing has compared the
-        # recorded run, so it must be exactly repeatable: the same kernels round the same tensors
-        # equally.
-        again = Recorder(recorder.points, recorder.options)
-        is_repeatable = is_reproduced(output, self._replayed(edits, again), 0.0)
-        return is_repeatable and is_reproduced(self._output, self._replayed(edits), precision)
+            raise _changed(self.name)
+        recorder = Recorder(points, options)
+        with real_tensors(self):
+            precision = self._precision()
+            output = self._replayed(edits, recorder)
+            outputs = TwoRuns(self._output, output, precision)
+            second = SecondRun(self, edits, points, options, outputs, recorder.values)
+            try:
+                recorder.finish("its block gave it in the run, within a `with` that has ended")
+            except HookError:
+                # A change of the block is the better reason.
+                require_reproduced([second])
+                raise
+        return second
+
+    def is_repeatable(self, second: "SecondRun") -> bool:
+        """Return whether the block is unchanged although two runs of it differ.
+
+        The recording hooks may have disabled fused kernels, and the other kernels may round more.
+        So run the block without them, and compare this output. Then nothing has compared the
+        recorded run, so it must be exactly repeatable: the same kernels round the same tensors
+        equally.
+        """
+        again = Recorder(second.points, second.options)
+        recorded = self._replayed(second.edits, again)
+        plain = self._replayed(second.edits)
+        precision = second.outputs.precision
+        runs = [
+            TwoRuns(second.outputs.theirs, recorded, 0.0),
+            TwoRuns(self._output, plain, precision),
+        ]
+        return all(are_reproduced(runs))
 
     def _replayed(self, edits: Edits, recorder: Recorder | None = None) -> list[Tensor]:
-        """Return a sample of the present output of the block."""
-        # Each run gets copies of the arguments, because the block may write into them.
+        """Return a sample of the present output of the block.
+
+        Raises:
+            CacheError: if the block wrote into its stored arguments, and did not in the first run.
+        """
         copies = Copies()
-        args, kwargs = mapped(
-            self._arguments, lambda leaf: copies(leaf) if isinstance(leaf, Tensor) else leaf
-        )
+
+        def reused(leaf: Any) -> Any:
+            return copies(leaf) if self.writes and isinstance(leaf, Tensor) else leaf
+
+        # A block may write into the containers of its arguments too, so they are always copied.
+        args, kwargs = mapped(self._arguments, reused)
         with self._autocast(), reading(self._piece):
-            return sampled(replay(self.block, args, kwargs=kwargs, edits=edits, recorder=recorder))
+            output = replay(self.block, args, kwargs=kwargs, edits=edits, recorder=recorder)
+        if _versions(self._inputs) != self._unwritten:
+            raise _changed(self.name)
+        return sampled(output)
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    """Return the number of writes into each tensor; -1 if PyTorch does not count them."""
+    return [_torch.version(part) if _torch.has_storage(part) else -1 for part in tensors]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SecondRun:
+    """A second run of a block, which recorded values.
+
+    Attributes:
+        call: the first run.
+        edits: the edits of both runs.
+        points, options: the recorded points, and the options for their values.
+        outputs: samples of the outputs of both runs.
+        values: the recorded values by name.
+    """
+
+    call: BlockCall
+    edits: Edits
+    points: Mapping[str, Point]
+    options: Options
+    outputs: TwoRuns
+    values: dict[str, Tensor]
+
+
+@_torch.without_gradients
+def require_reproduced(seconds: Sequence[SecondRun]) -> None:
+    """Check that blocks are unchanged since their first run.
+
+    A block is unchanged if a sample of its output is equal to the sample of the first run, up to
+    rounding. The host waits once for all blocks.
+
+    Raises:
+        CacheError: if a block has changed. The error names the block.
+    """
+    with real_tensors(*(second.call for second in seconds)):
+        agrees = are_reproduced([second.outputs for second in seconds])
+        for second, is_same in zip(seconds, agrees, strict=True):
+            if not is_same and not second.call.is_repeatable(second):
+                raise _changed(second.call.name)
+
+
+def _changed(name: str) -> CacheError:
+    """Return the error for a block that has changed."""
+    return CacheError(
+        f"{name} changed after the run (a weight, an attribute, a hook, an adapter, a dictionary, "
+        "the precision of products, or an edit that is not the same twice), so running it again "
+        "would give other values; read a lazy cache before changing the model"
+    )
+
+
+def real_tensors(*calls: BlockCall) -> AbstractContextManager[Any]:
+    """Return a `with` in which blocks run on the tensors that they stored.
+
+    A plan runs on fake tensors. But an edit that acts in the plan may read the lazy cache of a real
+    run, whose blocks must run on real tensors.
+    """
+    tensors = itertools.chain.from_iterable(call.tensors() for call in calls)
+    is_planned = any(isinstance(tensor, _torch.FakeTensor) for tensor in tensors)
+    return nullcontext() if is_planned else _torch.unset_fake_temporarily()
 
 
 def sampled(output: Any) -> list[Tensor]:

@@ -8,7 +8,7 @@ a limit that depends on the operations between them:
 | --- | --- | --- | --- |
 | no operation: a tensor was passed on or copied | 0 | | `is_same` |
 | a few operations at each place | 8 eps | the sum of all terms' sizes at the place | `is_close` |
-| a block, with different kernels | 4 eps, at least 1e-5 | number + median | `is_reproduced` |
+| a block, with different kernels | 4 eps, at least 1e-5 | number + median | `are_reproduced` |
 | a module, with different kernels | 16 eps, or the caller's limit | the largest | `agree` |
 | a sum of many terms, in a different order | 1000 eps, at most 0.03 | the largest | `is_rounding` |
 | a difference of two means | 100 eps | the mean size | `is_cancelled` |
@@ -28,6 +28,7 @@ The error of a sum grows with the size of its terms, even if the sum is small.
 
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Shaped
@@ -103,39 +104,75 @@ def agree(
     return bool((one - other).abs().max() <= share * other.abs().max())
 
 
-def is_reproduced(ours: Sequence[Tensor], theirs: Sequence[Tensor], precision: float) -> bool:
-    """Return whether the numbers of a block are the same in another run, up to rounding.
+class TwoRuns(NamedTuple):
+    """Some numbers of each tensor in a block's output, in order, in two runs of the block.
 
-    NaN agrees with NaN.
-
-    Args:
-        ours, theirs: some numbers of each tensor in the block's output, in order. Tensors without
-            numbers, such as tensors on the meta device, agree if their shapes and dtypes agree.
+    Attributes:
+        ours, theirs: the numbers of both runs. Tensors without numbers, such as tensors on the meta
+            device, agree if their shapes and dtypes agree.
         precision: the allowed difference, as a fraction of the number plus the median; see
             `block_rounding`.
-
-    >>> is_reproduced([torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 2.0001])], 1e-5)
-    False
     """
-    if len(ours) != len(theirs):
-        return False
-    pairs = zip(ours, theirs, strict=True)
-    return all(_numbers_agree(first, second, precision) for first, second in pairs)
+
+    ours: Sequence[Tensor]
+    theirs: Sequence[Tensor]
+    precision: float
 
 
-def _numbers_agree(ours: Tensor, theirs: Tensor, precision: float) -> bool:
-    """Return whether two tensors agree, as in `is_reproduced`."""
-    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-        return False
-    # Tensors without numbers need no further comparison.
-    if ours.is_meta or isinstance(ours, FakeTensor) or not ours.numel():
-        return True
+def are_reproduced(blocks: Sequence[TwoRuns]) -> list[bool]:
+    """Return for each block whether its numbers are the same in both runs, up to rounding.
+
+    NaN agrees with NaN. All blocks are compared together, so the host waits once for each device.
+
+    >>> first, second = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0001])
+    >>> are_reproduced([TwoRuns([first], [second], 1e-5), TwoRuns([first], [first], 1e-5)])
+    [False, True]
+    """
+    agrees = [_is_alike(block) for block in blocks]
+    # Numbers of one shape and dtype are compared in one stack.
+    stacks: dict[tuple[Any, ...], list[tuple[int, Tensor, Tensor]]] = {}
+    for number, (ours, theirs, precision) in enumerate(blocks):
+        for first, second in zip(ours, theirs, strict=False):
+            has_numbers = not (first.is_meta or isinstance(first, FakeTensor))
+            if agrees[number] and has_numbers and first.numel():
+                key = first.shape, first.dtype, first.device, precision
+                stacks.setdefault(key, []).append((number, first, second))
+    verdicts: dict[torch.device, list[Tensor]] = {}
+    numbers: dict[torch.device, list[int]] = {}
+    for (*_, device, precision), members in stacks.items():
+        places, ours, theirs = zip(*members, strict=True)
+        kind = device.type if torch.amp.is_autocast_available(device.type) else "cpu"
+        # Autocast of the caller would change the dtype of the stacks.
+        with torch.autocast(kind, enabled=False):
+            verdict = _numbers_agree(torch.stack(ours), torch.stack(theirs), precision)
+        verdicts.setdefault(device, []).append(verdict)
+        numbers.setdefault(device, []).extend(places)
+    for device, parts in verdicts.items():
+        for number, verdict in zip(numbers[device], torch.cat(parts).tolist(), strict=True):
+            agrees[number] &= verdict
+    return agrees
+
+
+def _is_alike(block: TwoRuns) -> bool:
+    """Return whether the tensors of two runs agree in number, shapes and dtypes."""
+    forms = [[(part.shape, part.dtype) for part in run] for run in (block.ours, block.theirs)]
+    return forms[0] == forms[1]
+
+
+def _numbers_agree(
+    ours: Shaped[Tensor, "block *axes"], theirs: Shaped[Tensor, "block *axes"], precision: float
+) -> Bool[Tensor, " block"]:
+    """Return for each block whether its numbers agree, as in `are_reproduced`."""
     dtype = torch.complex128 if ours.is_complex() else torch.float64
-    ours, theirs = ours.to(dtype), theirs.to(dtype)
+    ours, theirs = (part.reshape(len(part), -1).to(dtype) for part in (ours, theirs))
     # The median is a typical number. The largest number is not: in some models a few numbers are a
     # thousand times larger than the rest.
-    typical = theirs.abs().nan_to_num(0, 0, 0).median().item()
-    return torch.allclose(theirs, ours, rtol=precision, atol=precision * typical, equal_nan=True)
+    typical = theirs.abs().nan_to_num(0, 0, 0).median(1, keepdim=True).values
+    allowed = precision * (typical + ours.abs())
+    gap = (theirs - ours).abs()
+    # If a number is infinite, only an equal number agrees with it.
+    is_near = (gap <= allowed) & (gap != torch.inf)
+    return (is_near | (ours == theirs) | (ours.isnan() & theirs.isnan())).all(1)
 
 
 def is_rounding(

@@ -1,7 +1,7 @@
 """Scores of attention heads: how much each head attends to a kind of key in every text."""
 
 import math
-from itertools import chain
+from collections.abc import Sequence
 
 import torch
 from einops import rearrange
@@ -14,7 +14,7 @@ from hooks.base import (
     Selection,
     Text,
     at_least_float32,
-    progress_of,
+    progress_bar,
     real_of,
     require_integer,
     require_kind,
@@ -116,31 +116,18 @@ def head_scores(
     of(model)
     require_cache(cache, model)
     try:
-        patterns = cache.layers("pattern")
+        n_layers = len(cache.layer_names("pattern"))
     except HookError as error:
         raise CacheError(f"scores of heads need names='*.pattern': {error}") from None
-    first_pattern = next(patterns)
-    batch, *_, n_queries, n_pos = first_pattern.shape
-    if n_queries != n_pos or first_pattern.ndim != 4:
-        raise ValueError(
-            f"the cache must contain whole texts, without pos= and kv_cache=; got {n_queries} "
-            f"queries and {n_pos} keys, {list(first_pattern.shape)}"
-        )
-    text = text_of_values(cache, (batch, n_pos))
-    real = real_of(mask_of(cache, (batch, n_pos)), (batch, n_pos)).cpu()
-    tokens = None
-    if text is not None:
-        # Copy the tokens once, for the keys and for the copies of a text.
-        tokens = text.tokens.cpu()
-        text = Text(tokens, None if text.attention_mask is None else real)
-    factors, is_counted = _factors(kind, tokens, real=real, span=span)
-    if queries is not None:
-        is_counted &= Selection(queries).inside(real, "queries")
-    weights = _mean_over_queries(factors, is_counted, name)
-    layers = progress_of(
-        chain([first_pattern], patterns), "layers", len(cache.layer_names("pattern"))
-    )
-    values = stacked(_scores_of_layer(pattern, weights, name) for pattern in layers)
+    scorer = _Scorer(cache, kind, span=span, queries=queries, name=name)
+    with progress_bar("layers", n_layers) as count:
+
+        def score(pattern: Float[Tensor, "batch head query key"]) -> Float[Tensor, "head batch"]:
+            scores = scorer.scores(pattern)
+            count()
+            return scores
+
+        values = stacked(cache.map_layers("pattern", score))
     unit = _UNITS.get(name, "")
     return Result(
         values,
@@ -148,8 +135,85 @@ def head_scores(
         unit=unit,
         about={"kind": name},
         bounds={_SHARE: (0.0, 1.0), "nats": (0.0, math.inf)}.get(unit),
-        groups=groups_of_cache(cache, values, text),
+        groups=groups_of_cache(cache, values, scorer.text),
     )
+
+
+class _Scorer:
+    """Scores of the heads of one layer after the other.
+
+    The first pattern determines the shape of all patterns. The weights of a score are computed on
+    the CPU, and copied once to each device.
+
+    Args:
+        cache: the cache.
+        kind, span, queries: see `head_scores`.
+        name: the name of the score, for errors.
+
+    Attributes:
+        text: the texts of the cache, on the CPU, after the first layer; None if they are unknown.
+    """
+
+    text: Text | None = None
+
+    def __init__(
+        self,
+        cache: ActivationCache,
+        kind: str | Tensor,
+        *,
+        span: Index | None,
+        queries: Index | None,
+        name: str,
+    ) -> None:
+        self._cache = cache
+        self._kind = kind
+        self._span = span
+        self._queries = queries
+        self._name = name
+        self._weights: Tensor | None = None
+        self._copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def scores(self, pattern: Float[Tensor, "batch head query key"]) -> Float[Tensor, "head batch"]:
+        """Return the scores of one layer's heads, in at least float32.
+
+        Raises:
+            ValueError: for the same reasons as in `head_scores`.
+        """
+        if self._weights is None:
+            self._weights = self._weights_for(pattern.shape)
+        values = at_least_float32(pattern)
+        if self._name == "entropy":
+            values = torch.special.entr(values)
+        place = values.device, values.dtype
+        if place not in self._copies:
+            self._copies[place] = like(self._weights, values)
+        rows = rearrange(values, "batch head query key -> batch head (query key)")
+        columns = rearrange(self._copies[place], "batch query key -> batch (query key) 1")
+        return rearrange(rows @ columns, "batch head 1 -> head batch")
+
+    def _weights_for(self, shape: Sequence[int]) -> Float[Tensor, "batch query key"]:
+        """Return the weight of each attention weight in the score, and set `text`.
+
+        Args:
+            shape: the shape of a pattern.
+        """
+        batch, *_, n_queries, n_pos = shape
+        if n_queries != n_pos or len(shape) != 4:
+            raise ValueError(
+                f"the cache must contain whole texts, without pos= and kv_cache=; got {n_queries} "
+                f"queries and {n_pos} keys, {list(shape)}"
+            )
+        text = text_of_values(self._cache, (batch, n_pos))
+        real = real_of(mask_of(self._cache, (batch, n_pos)), (batch, n_pos)).cpu()
+        tokens = None
+        if text is not None:
+            # Copy the tokens once, for the keys and for the copies of a text.
+            tokens = text.tokens.cpu()
+            self.text = Text(tokens, None if text.attention_mask is None else real)
+        factors, is_counted = _factors(self._kind, tokens, real=real, span=self._span)
+        if self._queries is not None:
+            is_counted &= Selection(self._queries).inside(real, "queries")
+        return _mean_over_queries(factors, is_counted, self._name)
 
 
 def _mean_over_queries(
@@ -175,20 +239,6 @@ def _mean_over_queries(
             "every kind)"
         )
     return factors * (is_counted / is_counted.sum(1, keepdim=True).double())[..., None]
-
-
-def _scores_of_layer(
-    pattern: Float[Tensor, "batch head query key"],
-    weights: Float[Tensor, "batch query key"],
-    name: str,
-) -> Float[Tensor, "head batch"]:
-    """Return the scores of one layer's heads, in at least float32."""
-    values = at_least_float32(pattern)
-    if name == "entropy":
-        values = torch.special.entr(values)
-    rows = rearrange(values, "batch head query key -> batch head (query key)")
-    columns = rearrange(like(weights, values), "batch query key -> batch (query key) 1")
-    return rearrange(rows @ columns, "batch head 1 -> head batch")
 
 
 def repeated_tokens(

@@ -422,6 +422,18 @@ def test_writes_into_an_argument_do_not_change_the_cache(mode):
             lazy.drop()
 
 
+def test_a_block_that_writes_into_its_argument_only_after_the_run_has_changed():
+    """The second run reads the stored argument itself, so no third run can read it."""
+    block = nn.Sequential(nn.Identity())
+    _, lazy = runner_of(block).run_with_cache(X, names="blocks.0.0", lazy=True)
+    forward = block.forward
+    block.forward = lambda x: forward(x) + 0 * x.add_(1)
+    for _ in range(2):
+        with pytest.raises(CacheError, match="blocks.0 changed"):
+            lazy["blocks.0.0"]
+        block.forward = forward
+
+
 @uncomputed
 def test_blocks_share_one_copy_of_their_arguments():
     """An argument that several blocks share is stored once, unless the model writes into it.

@@ -41,6 +41,11 @@ def test_all_places_are_compared_with_the_largest_number():
     assert not closeness.agree(torch.tensor([torch.nan, -1000.0]), other)
 
 
+def reproduced(*run):
+    """Return whether the numbers of a single block are the same in two runs."""
+    return closeness.are_reproduced([closeness.TwoRuns(*run)])[0]
+
+
 def test_samples_are_compared_with_each_number_and_the_median():
     theirs = torch.tensor([0.0, 1.0, 2.0, 3.0, 4000.0])
     for place, allowed in (
@@ -52,13 +57,34 @@ def test_samples_are_compared_with_each_number_and_the_median():
         for share, agrees in ((0.99, True), (1.01, False)):
             ours = theirs.clone()
             ours[place] += share * allowed
-            assert closeness.is_reproduced([theirs], [ours], 0.01) == agrees
-    assert closeness.is_reproduced(
-        [torch.tensor([torch.nan, 1.0])], [torch.tensor([torch.nan, 1.0])], 0.0
-    )
-    assert not closeness.is_reproduced([theirs], [theirs.double()], 0.01)
-    assert not closeness.is_reproduced([theirs], [theirs, theirs], 0.01)
-    assert closeness.is_reproduced([theirs.to("meta")], [theirs.to("meta")], 0.0)
+            assert reproduced([theirs], [ours], 0.01) == agrees
+    holed = torch.tensor([torch.nan, 1.0, torch.inf])
+    assert reproduced([holed], [holed], 0.0)
+    for place in range(3):
+        changed = holed.clone()
+        changed[place] = -torch.inf
+        assert not reproduced([holed], [changed], 0.01)
+        assert not reproduced([changed], [holed], 0.01)
+    assert not reproduced([theirs], [theirs.double()], 0.01)
+    assert not reproduced([theirs], [theirs, theirs], 0.01)
+    assert reproduced([theirs.to("meta")], [theirs.to("meta")], 0.0)
+
+
+def test_blocks_are_compared_together_and_each_has_its_own_median():
+    """Blocks of different shapes, dtypes and precisions, with a limit of 0.01 of the median."""
+    small, large = torch.tensor([0.0, 1.0, 1.0]), torch.tensor([0.0, 100.0, 100.0])
+    moved = torch.tensor([0.5, 0.0, 0.0])
+    runs = [
+        ([small + moved], [small], 0.01),
+        ([large + moved], [large], 0.01),
+        ([small, large + moved], [small, large], 0.001),
+        ([large[:2], large + moved], [large[:2], large], 0.01),
+        ([], [], 0.01),
+        ([large.double() + moved], [large.double()], 0.01),
+        ([large, small + moved], [large, small], 0.01),
+    ]
+    verdicts = closeness.are_reproduced([closeness.TwoRuns(*run) for run in runs])
+    assert verdicts == [False, True, False, True, True, True, False]
 
 
 def test_sums_in_another_order_differ_by_a_share_of_the_largest_number():
