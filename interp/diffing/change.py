@@ -311,10 +311,11 @@ def compare_models(
     """Return the differences between a tuned model and its base on some texts.
 
     Both models have the same points, axes and sizes. They may be on two devices; values of the base
-    are moved. Of each plain model, one layer of the residual stream of one batch is in memory. If a
-    model is attached or has hooks, all layers of the tuned model are in memory. A model with an
-    adapter of peft (attach it with `models.attach`) is both models, without a second copy of the
-    weights.
+    are moved. A model with an adapter of peft (attach it with `models.attach`) is both models,
+    without a second copy of the weights.
+
+    Of each model, one layer of the residual stream of one batch is in memory. If the base has
+    hooks, or its blocks cannot be called one by one, all layers of the tuned model are in memory.
 
     Args:
         tuned: the tuned model. Or several checkpoints: a list, an iterator or a function that

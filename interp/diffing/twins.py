@@ -5,13 +5,16 @@
 3. `TwoModels.batches` yields padded batches of tokens, each on the device of its model.
 4. `TwoModels.capture` runs both models until the last requested point. One model with an adapter
    runs twice, the second time with the adapter off.
-5. `TwoModels.by_layer` passes the streams of both models to a function, one layer at a time. If the
-   blocks can be called one by one, both models run in step, and only one layer of each is in
-   memory. Otherwise the streams of the tuned model are stored, and the base runs after it.
+5. `TwoModels.by_layer` passes the streams of both models to a function, one layer at a time. When
+   the tuned model reaches a layer, the block of the base runs too (`_streams`), so only one layer
+   of each model is in memory. Before, an attached base runs once, and the arguments of its blocks
+   are recorded (`_steps_of`). If the blocks of the base cannot be called one by one, the streams of
+   the tuned model are stored, and the base runs after it (`_stored`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -26,8 +29,9 @@ from hooks.base import (
     progress_of,
     require_integer,
     require_kind,
+    tensors_in,
 )
-from hooks.shared import Session, is_listened_to
+from hooks.shared import Session, first_tensor, is_listened_to, replay
 from interp.inputs.texts import padded, text_for
 from interp.protocol import n_logits, of, require_points, runner_of
 from interp.runs.adapters import WithoutAdapter, adapter_off, require_adapter
@@ -158,12 +162,28 @@ class TwoModels:
             visit: the function. It gets the value of the tuned model and the value of the base at
                 each point, in the order of the names.
         """
-        both = (self.tuned, self.runner), (self.base, self.base_runner)
-        if not self.is_one and all(_has_steps(*one, names) for one in both):
-            steps = _streams(*both[0], batch.tuned, names), _streams(*both[1], batch.base, names)
-            for tuned, base in zip(*steps, strict=True):
-                visit(tuned, base)
+        with self.as_base():
+            steps = _steps_of(self.base, batch.base, names)
+        if steps is None:
+            self._stored(batch, names, visit)
             return
+        base_streams = _streams(self.base_runner, steps, names)
+
+        def compared(value: Tensor, point: Point) -> None:
+            with self.as_base():
+                base = next(base_streams)
+            visit(value, base)
+
+        with self.runner.hooks(dict.fromkeys(names.values(), compared)):
+            _capture(self.tuned, self.runner, batch.tuned, [[*names.values()][-1]])
+
+    def _stored(
+        self,
+        batch: Batch,
+        names: Mapping[int, str],
+        visit: Callable[[Tensor, Tensor], object],
+    ) -> None:
+        """Do the work of `by_layer` with the streams of the tuned model in memory."""
         cache = _capture(self.tuned, self.runner, batch.tuned, [*names.values()])
         streams = [cache[name] for name in names.values()]
         del cache
@@ -176,55 +196,106 @@ class TwoModels:
             _capture(self.base, self.base_runner, batch.base, [[*names.values()][-1]])
 
 
-def _has_steps(model: nn.Module, runner: HookedRunner, names: Mapping[int, str]) -> bool:
-    """Return whether the blocks of a model can be called one by one.
+class _Step(NamedTuple):
+    """The call of one block.
+
+    Attributes:
+        block: the block.
+        args, kwargs: its arguments besides the stream, which is the first argument.
+    """
+
+    block: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+class _Steps(NamedTuple):
+    """A run whose blocks can be called one by one.
+
+    Attributes:
+        stream: the stream that enters the first block.
+        calls: the call of each block.
+    """
+
+    stream: Tensor
+    calls: Sequence[_Step]
+
+
+def _steps_of(model: nn.Module, text: Text, names: Mapping[int, str]) -> _Steps | None:
+    """Return the calls of a model's blocks, or None if the blocks cannot be called one by one.
 
     A model with hooks runs as a whole, because hooks may act outside the blocks.
 
     Args:
         model: the model.
-        runner: its runner.
+        text: the texts.
         names: the name of the stream's point in each layer.
     """
-    steps = ("context", "input_resid", "run_block", "blocks")
-    return (
-        of(model) is model
-        and all(hasattr(model, step) for step in steps)
-        and [*names] == [*range(len(of(model).blocks))]
-        and not is_listened_to(model)
-    )
+    language: Any = of(model)
+    blocks = [*getattr(language, "blocks", ())]
+    if [*names] != [*range(len(blocks))] or is_listened_to(model):
+        return None
+    if language is model and hasattr(language, "context"):
+        context = language.context(text.tokens, **text.kwargs)
+        stream = language.input_resid(text.tokens, context)
+        return _Steps(stream, [_Step(block, (context,), {}) for block in blocks])
+    return _recorded(model, blocks, text)
 
 
-def _streams(
-    model: nn.Module, runner: HookedRunner, text: Text, names: Mapping[int, str]
-) -> Iterator[Tensor]:
+def _recorded(model: nn.Module, blocks: Sequence[nn.Module], text: Text) -> _Steps:
+    """Run an attached model once, and return the calls of its blocks.
+
+    `models.attach` has checked that each block reads the output of the block before it.
+
+    Args:
+        model: the model.
+        blocks: its blocks.
+        text: the texts.
+    """
+    streams: list[Tensor] = []
+    calls: list[_Step] = []
+
+    def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
+        if not calls:
+            streams.append(args[0])
+        calls.append(_Step(block, args[1:], kwargs))
+
+    with Session() as session:
+        for block in blocks:
+            session.before(block, partial(enter, block))
+        model(text.tokens, **_arguments(model, text))
+    return _Steps(streams[0], calls)
+
+
+def _streams(runner: HookedRunner, steps: _Steps, names: Mapping[int, str]) -> Iterator[Tensor]:
     """Yield the value of the stream's point in each layer. Only one layer is in memory.
 
     Args:
-        model: a model whose blocks can be called one by one.
-        runner: its runner.
-        text: the texts.
+        runner: the runner of the model.
+        steps: the calls of its blocks.
         names: the name of the point in each layer.
     """
-    language = of(model)
-    context = language.context(text.tokens, **text.kwargs)
-    stream = language.input_resid(text.tokens, context)
-    for layer, name in names.items():
-        device = next(language.blocks[layer].parameters()).device
-        if device != stream.device:
-            stream, context = all_to_device((stream, context), device)
-        values: list[Tensor] = []
-        with Session() as session:
-            session.after(runner.points[name].module, values.append)
-            stream = language.run_block(layer, stream, context)
-        yield values.pop()
+    stream = steps.stream
+    for call, name in zip(steps.calls, names.values(), strict=True):
+        point = runner.points[name]
+        device = next(call.block.parameters()).device
+        stream, args, kwargs = all_to_device((stream, call.args, call.kwargs), device)
+        values: list[Any] = []
+        output = replay(call.block, (stream, *args), kwargs, [(point.module, values.append)])
+        stream = next(tensors_in(output))
+        yield first_tensor(values.pop(), point)
 
 
 def _capture(
     model: nn.Module, runner: HookedRunner, text: Text, names: list[str]
 ) -> ActivationCache:
     """Return the values of one model at some points."""
-    return runner.capture(text.tokens, names=names, **text.arguments(model))
+    return runner.capture(text.tokens, names=names, **_arguments(model, text))
+
+
+def _arguments(model: nn.Module, text: Text) -> dict[str, Any]:
+    """Return the arguments of a run besides the tokens. The run stores no keys and values."""
+    return {**getattr(of(model), "uncached", {}), **text.arguments(model)}
 
 
 def require_same(tuned: HookedRunner, base: HookedRunner) -> None:

@@ -16,7 +16,7 @@ from hooks import HookedRunner, ModeError, UnknownNameError
 from hooks.base import peak_bytes
 from interp import compare_models, edits
 from interp.diffing import streams as diffing_streams
-from models import CharTokenizer, Transformer, TransformerConfig
+from models import CharTokenizer, Transformer, TransformerConfig, attach
 from tests.attachable import MODELS, TOKENS, made
 from tests.pretended import DEVICE, SECOND, Devices, split
 from tests.reference import some_tokens, variant
@@ -560,19 +560,46 @@ def test_wrong_layers_and_sites_are_named(change):
 
 
 @pytest.mark.sampled(1)
-def test_memory_is_one_layer_of_plain_models(monkeypatch):
-    """The streams of both models in all layers would take twice the memory of one model's streams.
+@pytest.mark.parametrize("kind", ["plain", "attached", "adapter"])
+def test_one_layer_of_each_model_is_in_memory(kind, monkeypatch):
+    """The streams of one model in all layers would take more memory than the whole comparison.
 
     The size of a layer is multiplied by the copies in float64 and by the values inside a block.
     """
     n_texts, n_pos, n_layers, d_model = 3, 96, 24, 64
-    sizes = dict(vocab_size=53, n_ctx=n_pos, n_layers=n_layers, n_heads=4, d_model=d_model)
-    model = Transformer(TransformerConfig(**sizes)).eval()
-    other = copy.deepcopy(model)
+    tuned, base = deep_models(kind, n_pos, n_layers, d_model)
     monkeypatch.setattr(diffing_streams, "_LOGITS_AT_ONCE", 2**10)
     texts = torch.randint(53, (n_texts, n_pos), generator=torch.Generator().manual_seed(0))
-    _, peak = peak_bytes(lambda: compare_models(model, other, texts))
+    change, peak = peak_bytes(lambda: compare_models(tuned, base, texts))
     assert peak < n_texts * n_pos * d_model * n_layers * 4
+    assert change.stream.values[-1].mean() > 1e-3
+
+
+def deep_models(kind, n_pos, n_layers, d_model):
+    """Return two deep models of random weights, or one model with an adapter and None."""
+    if kind == "plain":
+        sizes = dict(vocab_size=53, n_ctx=n_pos, n_layers=n_layers, n_heads=4, d_model=d_model)
+        config = TransformerConfig(**sizes)
+        return Transformer(config).eval(), Transformer(config).eval()
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=53,
+        hidden_size=d_model,
+        intermediate_size=80,
+        num_hidden_layers=n_layers,
+        num_attention_heads=4,
+        max_position_embeddings=n_pos,
+    )
+    tuned = transformers.LlamaForCausalLM(config).eval()
+    if kind == "attached":
+        base = transformers.LlamaForCausalLM(config).eval()
+        attach(base)
+    else:
+        peft = pytest.importorskip("peft", reason="needs peft")
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        tuned, base = peft.get_peft_model(tuned, lora).eval(), None
+    attach(tuned)
+    return tuned, base
 
 
 def test_hooks_on_a_model_act_in_a_comparison(base):
@@ -585,6 +612,10 @@ def test_hooks_on_a_model_act_in_a_comparison(base):
     torch.testing.assert_close(change.kl.values, expected.kl.values, equal_nan=True)
     torch.testing.assert_close(change.stream.values, expected.stream.values, equal_nan=True)
     assert expected.kl.values.nanmean() > 1e-3
+    with HookedRunner(hooked).hooks(doubled):
+        change = compare_models(base, hooked, TEXTS)
+    expected = compare_models(base, other, TEXTS)
+    torch.testing.assert_close(change.stream.values, expected.stream.values, equal_nan=True)
 
 
 def test_the_top_changes_are_the_largest_numbers_of_each_table(change, tuned, base):
