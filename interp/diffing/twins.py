@@ -235,7 +235,9 @@ def _steps_of(model: nn.Module, text: Text, names: Mapping[int, str]) -> _Steps 
     blocks = [*getattr(language, "blocks", ())]
     if [*names] != [*range(len(blocks))] or is_listened_to(model):
         return None
-    if language is model and hasattr(language, "context"):
+    # The methods of an attached model have other arguments.
+    is_plain = language is model and hasattr(language, "context")
+    if is_plain:
         context = language.context(text.tokens, **text.kwargs)
         stream = language.input_resid(text.tokens, context)
         return _Steps(stream, [_Step(block, (context,), {}) for block in blocks])
