@@ -57,7 +57,7 @@ INTERP = """shadowed transformer_lens hints numbers kinds plots protocol inputs 
 # In these packages, only these files may be imported by other files of the package.
 FLAT = {
     "spectral": "singular factored folded",
-    "reading": "affine components jacobian published",
+    "reading": "affine components jacobian published lens_vectors",
     "effects": "qk_correction reader_gradients edge_scores",
     "plots": "view figure parts matplotlib_figures tables texts",
 }

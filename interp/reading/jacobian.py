@@ -10,9 +10,13 @@ from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
+from hooks.base import require_integer, to_device, wide_dtype, without_gradients, writer_of
+from interp.inputs.token_positions import SeveralTokens, token_ids, tokens_of
+from interp.protocol import n_logits, of
 from interp.reading.affine import AffineLens
+from interp.reading.lens_vectors import LensDecomposition, pursue
 from interp.reading.published import read, write
 
 
@@ -30,7 +34,7 @@ class JacobianLens(AffineLens):
             texts, with a term m² for each different text that occurs m times (Kish 1965, "Survey
             Sampling"). A mean over so many different texts has the same standard error. None if all
             texts are different.
-        about: other facts, such as the name of the model, from a file of `from_published`.
+        about: other facts, such as the name of the model, from a file of another library.
 
     >>> JacobianLens(torch.eye(2)[None], torch.zeros(1, 2), "", 1, torch.tensor([2.0]))
     JacobianLens [layer 1, d_model 2]
@@ -159,6 +163,123 @@ class JacobianLens(AffineLens):
             about=self.about,
             dtype=dtype,
         )
+
+    @without_gradients
+    def vectors(
+        self, model: nn.Module, tokens: SeveralTokens, layer: int
+    ) -> Float[Tensor, "*axes d_model"]:
+        """Return the lens vector of each token at a layer: its row of W_U J.
+
+        The product of the stream with a lens vector is the logit of the token by the lens, before
+        the final norm. `edits.interchange(source, vector)` patches the stream along the vector,
+        `edits.add(vector)` steers along it, and `edits.project_out(vector)` removes it.
+
+        Args:
+            model: the model of the lens, with `W_U`.
+            tokens: tokens in any shape; or texts of one token each.
+            layer: the layer; the vectors belong to the stream that enters it.
+
+        Returns:
+            The lens vectors, with the shape of `tokens` before `d_model`.
+
+        Raises:
+            TypeError: if the model has no `W_U` or no `config`.
+            ValueError: if the lens is of another model, has no matrix for the layer, a token is not
+                in the vocabulary, or a text is several tokens.
+
+        >>> from models import load
+        >>> model, zeros = load("pydoc-4l"), torch.zeros(4, 128)
+        >>> lens = JacobianLens(2 * torch.eye(128).expand(4, -1, -1), zeros, "", 1, zeros[:, 0])
+        >>> vector = lens.vectors(model, "a", layer=3)
+        >>> torch.equal(vector, 2 * model.W_U[:, model.to_id("a")])
+        True
+        """
+        jacobian, unembedding = self._parts(model, layer)
+        ids = tokens_of(token_ids(model, tokens), most=torch.iinfo(torch.int8).max)  # of any shape
+        flat = to_device(ids.flatten(), unembedding.device)
+        require_integer("the largest token", int(flat.max()), least=0, most=n_logits(model) - 1)
+        return (unembedding[:, flat].mT @ jacobian).view(*ids.shape, -1)
+
+    @without_gradients
+    def decompose(
+        self, model: nn.Module, vectors: Float[Tensor, "*batch d_model"], layer: int, k: int = 25
+    ) -> LensDecomposition:
+        """Write vectors of the stream as sums of a few lens vectors with positive coefficients.
+
+        Orthogonal matching pursuit selects the lens vectors (Gurnee et al. 2026); see
+        `interp.reading.lens_vectors`. A vector may have fewer than `k` lens vectors, if no other
+        lens vector points in the direction of the rest.
+
+        Args:
+            model: the model of the lens, with `W_U`.
+            vectors: vectors of the stream that enters the layer, such as activations, directions of
+                probes or decoder rows of dictionaries.
+            layer: the layer.
+            k: the largest number of lens vectors in a sum. Default: 25, as in the paper.
+
+        Raises:
+            TypeError: if the model has no `W_U` or no `config`.
+            ValueError: if the lens is of another model, has no matrix for the layer, `k` is below
+                1, there are no vectors, or a vector is 0 or not finite.
+
+        >>> from models import load
+        >>> model, zeros = load("pydoc-4l"), torch.zeros(4, 128)
+        >>> lens = JacobianLens(2 * torch.eye(128).expand(4, -1, -1), zeros, "", 1, zeros[:, 0])
+        >>> a, b = lens.vectors(model, ["a", "b"], layer=3)
+        >>> lens.decompose(model, 0.5 * a + 0.3 * b, layer=3)
+        LensDecomposition [selected 2] at layer 3: the first vector
+          token   length in the stream  coefficient  remaining squared length
+          64 'a'  0.932                 0.5          25.5%
+          65 'b'  0.5627                0.3          0.0%
+        """
+        require_integer("k", k)
+        jacobian, unembedding = self._parts(model, layer)
+        if vectors.shape[-1] != len(jacobian) or not vectors.numel():
+            raise ValueError(
+                f"vectors must be one or more vectors [..., {len(jacobian)}]; "
+                f"got {list(vectors.shape)}"
+            )
+        rows = to_device(vectors, unembedding.device).to(unembedding.dtype)
+        rows = rows.reshape(-1, len(jacobian))
+        sizes = rows.norm(dim=-1)
+        if not ((sizes > 0) & sizes.isfinite()).all():
+            raise ValueError(
+                "vectors must be finite and not 0; got a vector that is 0 or not finite"
+            )
+        pursuit = pursue(rows, jacobian, unembedding=unembedding, k=k)
+        shape = vectors.shape[:-1]
+        writer = writer_of(model)
+        first = pursuit.tokens[0]
+        return LensDecomposition(
+            tokens=pursuit.tokens.view(*shape, -1),
+            coefficients=pursuit.coefficients.view(*shape, -1),
+            lengths=pursuit.lengths.view(*shape, -1),
+            shares=pursuit.shares.view(*shape, -1),
+            rest=pursuit.rest.view(vectors.shape),
+            layer=layer,
+            words=None if writer is None else writer(first[first >= 0]),
+        )
+
+    def _parts(
+        self, model: nn.Module, layer: int
+    ) -> tuple[Float[Tensor, "d_model d_model"], Float[Tensor, "d_model vocab"]]:
+        """Return the matrix of a layer and the unembedding of a model, in one dtype of at least
+        float32 and on one device.
+
+        Raises:
+            TypeError: if the model has no `W_U` or no `config`.
+            ValueError: if the lens is of another model, or has no matrix for the layer.
+        """
+        unembedding = of(model, "W_U", "config").W_U
+        self.check(model)
+        require_integer("layer", layer, least=0, most=len(self.weight) - 1)
+        if layer not in self.layers:
+            raise ValueError(
+                f"layer must be a layer with a matrix, one of {self.layers}; got {layer}"
+            )
+        dtype = wide_dtype(torch.promote_types(unembedding.dtype, self.weight.dtype))
+        jacobian = to_device(self.weight[layer], unembedding.device).to(dtype)
+        return jacobian, unembedding.to(dtype)
 
     def __repr__(self) -> str:
         """Return the sizes of the lens, and the layers without a matrix."""
