@@ -99,9 +99,10 @@ def edge_attribution(
         method: `eap`, `eap_ig_inputs` or `eap_ig_activations`.
         over: `pos` returns one score for each position at which the reader reads, `span` one score
             for each named span. Default: the sum over all positions.
-        steps: the number of steps of each path. `auto` doubles the number until the gap of every
-            example is at most 0.01 of the mean absolute difference of target and base, up to 1024
-            steps. The method `eap` has no steps.
+        steps: the number of steps of each path, or a list with a number for each path, such as
+            `about["steps"]`. `auto` doubles the number until the gap of every example is at most
+            0.01 of the mean absolute difference of target and base, up to 1024 steps. The method
+            `eap` has no steps.
         direction: `noising` edits the clean run, as circuits do; `denoising` edits the corrupted
             run.
         source: see `activation_patching`. The outputs of its writers are computed with its own
@@ -215,18 +216,20 @@ def _sums(
     edges = scores[:, :-1]
     nodes = scores[:, -1]
     gap = (edges.sum(1) - nodes).abs().max()
-    gaps = difference[:0] if scored.gaps is None else scored.gaps * difference.abs().mean()
+    changes = difference.abs()
+    gaps = difference[:0] if scored.gaps is None else (scored.gaps * changes.mean()).flatten()
     is_finite = scored.scores.isfinite().all() & difference.isfinite().all()
     # Read all numbers from the device at once.
     numbers = torch.stack([is_finite.to(gap.dtype), gap, nodes.abs().max()])
-    finite, gap_of_node, node, *gaps_read = torch.cat([numbers, gaps]).tolist()
+    finite, gap_of_node, node, *read = torch.cat([numbers, changes, gaps]).tolist()
     if not finite:
         raise ValueError("scores and metrics must be finite; got numbers that are not finite")
     largest: dict[str, Any] = {"gap_of_node": gap_of_node, "node": node}
     examples = {}
     if scored.gaps is not None:
         largest["steps"] = scored.steps
-        examples["gaps"] = gaps_read
+        rows = torch.tensor(read, dtype=torch.float64).view(-1, len(difference)).tolist()
+        examples = {"gaps": rows[1:], "changes": rows[:1] * len(rows[1:])}
     return {"largest": largest, "examples": examples}
 
 
@@ -246,7 +249,8 @@ def with_gaps(result: Result) -> Result:
     gap = node_gap
     if "steps" in largest:
         size = float((result.target - result.base).abs().mean())
-        gaps = [absolute / size if size else 0.0 for absolute in sums["examples"]["gaps"]]
+        largest_gaps = map(max, *sums["examples"]["gaps"], [0.0] * len(result.base))
+        gaps = [absolute / size if size else 0.0 for absolute in largest_gaps]
         about |= {"steps": largest["steps"], "gaps": [*map(_rounded, gaps)]}
         gap = max(gap, *gaps)
     if gap > TOLERANCE:
@@ -266,12 +270,12 @@ class PathScores(NamedTuple):
     Attributes:
         scores: the scores; the last column is the attribution of each writer.
         steps: the number of steps of each path.
-        gaps: the gap of the sum of each example; None for one run.
+        gaps: the gap of the sum of each path and example; None for one run.
     """
 
     scores: Float[Tensor, "writer column group batch"]
     steps: int | list[int] = 0
-    gaps: Float[Tensor, " batch"] | None = None
+    gaps: Float[Tensor, "path batch"] | None = None
 
 
 class Paths:
@@ -318,7 +322,7 @@ class Paths:
             return means[:, :n_inputs, :-1].sum((1, 2, 3))
 
         mean = self._averaged(at, first[None], added=added)
-        return PathScores(mean.values[0], mean.steps[0], mean.gaps[0])
+        return PathScores(mean.values[0], mean.steps[0], mean.gaps)
 
     def of_writers(self, first: Float[Tensor, "writer column group batch"]) -> PathScores:
         """Return the mean scores of each writer's edges while this writer alone moves.
@@ -343,7 +347,7 @@ class Paths:
             return means[:, :-1].sum((1, 2))
 
         mean = self._averaged(at, first, added=added)
-        return PathScores(mean.values, mean.steps, mean.gaps.amax(0))
+        return PathScores(mean.values, mean.steps, mean.gaps)
 
     def _run(self, writers: Sequence[int], changes: Tensor, share: float) -> Gradients:
         """Return a run of copies of the text. In each copy, one writer has moved along its path.

@@ -31,7 +31,7 @@ from interp.runs.gradients import Gradients
 from interp.runs.models import Source, require_no_direction
 from interp.runs.runs import Runs
 from interp.runs.sites import Choice, Sites, Some
-from interp.runs.trapezoid import TOLERANCE, Mean, Steps, averaged
+from interp.runs.trapezoid import TOLERANCE, Mean, Steps, averaged, gap_shares, of_paths
 
 
 @shows_progress
@@ -67,9 +67,10 @@ def integrated_gradients(
         pairs: see `attribution_patching`.
         site: see `activation_patching`. Default: the token embeddings.
         over: see `activation_patching`; with several layers, `layer` must be one of the axes.
-        steps: the number of steps of each path; the number of gradients is larger by one. `auto`
-            doubles the number until the gap of every example is at most 0.01 of the mean absolute
-            change of the metric, up to 1024 steps. No gradient is computed twice.
+        steps: the number of steps of each path, or a list with a number for each layer, such as
+            `about["steps"]`; the number of gradients is larger by one. `auto` doubles the number
+            until the gap of every example is at most 0.01 of the mean absolute change of the
+            metric, up to 1024 steps. No gradient is computed twice.
         direction, source, layers, heads, neurons: see `attribution_patching`.
         progress: whether to show a bar after two seconds.
 
@@ -137,10 +138,7 @@ def with_gaps(result: Result) -> Result:
     about = dict(result.about)
     sums = about.pop(UNFINISHED)
     steps = sums["largest"]["steps"]
-    gaps = []
-    for gaps_of_path, changes in zip(*sums["examples"].values(), strict=True):
-        size = sum(changes) / len(changes)
-        gaps.append([gap / size if size else 0.0 for gap in gaps_of_path])
+    gaps = gap_shares(**sums["examples"])
     largest = max(map(max, gaps))
     if largest > TOLERANCE:
         warn(
@@ -163,11 +161,13 @@ def _means(sites: Sites, start: Gradients, steps: Steps) -> dict[str, Mean]:
     names = [*sites.points]
     # With one layer, the progress bar counts the steps instead.
     layers = progress_of(names, "layers", len(names)) if len(names) > 1 else names
+    steps_by_point = dict(zip(names, of_paths(steps, len(names)), strict=True))
     means = {}
     for name in layers:
         if name in first_gradients:
             first = first_gradients[name]
-            means[name] = _mean_gradient(sites, name, start, first=first, steps=steps)
+            number = steps_by_point[name]
+            means[name] = _mean_gradient(sites, name, start, first=first, steps=number)
     return means
 
 

@@ -3,12 +3,11 @@ measure them.
 
 Read `activations` and `dictionary` (dictionaries of one layer) first. `transcoders` (of several
 layers), `cross_layer`, `crosscoder` (of several models or layers) and `matching_pursuit` contain
-other kinds of dictionaries. `loading` reads
-dictionaries from files, with the help of `forms`, `hub` and `bundled`. `places` finds the point
-that a file names. `splicing` inserts dictionaries into a model, and `evaluation`, `cards` and
-`controls` measure them. `members` runs the models of a crosscoder, and `scaling` and `member_cards`
-describe its features. `explanations` scores
-explanations of features, and `saebench` hands dictionaries to SAEBench.
+other kinds of dictionaries. `loading` reads dictionaries from files, with the help of `forms`,
+`hub` and `bundled`. `places` finds the point that a file names. `splicing` inserts dictionaries
+into a model. `evaluation` (with `score_sums` and `scores`), `cards` and `controls` measure them.
+`members` runs the models of a crosscoder, and `scaling` and `member_cards` describe its features.
+`explanations` scores explanations of features, and `saebench` hands dictionaries to SAEBench.
 
 >>> from interp.features import load_sae, splice
 >>> from models import load
@@ -26,7 +25,7 @@ from interp.features.controls import purity, stability
 from interp.features.cross_layer import CrossLayerTranscoder
 from interp.features.crosscoder import Crosscoder
 from interp.features.dictionary import Dictionary
-from interp.features.evaluation import DictionaryScores, evaluate_sae
+from interp.features.evaluation import evaluate_sae
 from interp.features.explanations import (
     BalancedAccuracy,
     ExplanationScore,
@@ -39,6 +38,7 @@ from interp.features.member_cards import crosscoder_cards
 from interp.features.members import member_values
 from interp.features.saebench import for_saebench
 from interp.features.scaling import LatentScaling, latent_scaling
+from interp.features.scores import DictionaryScores
 from interp.features.splicing import splice
 from interp.features.transcoders import Transcoders, TranscoderSet
 

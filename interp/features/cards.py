@@ -81,7 +81,7 @@ class FeatureCard:
             `largest`.
         largest: the largest value of the feature.
         n_tokens: the number of positions that were read, or None if it is unknown. A feature that
-            is never active may only be rare: see `interp.features.evaluation.LEAST_FOR_DEAD`.
+            is never active may only be rare: see `interp.features.scores.LEAST_FOR_DEAD`.
 
     >>> from interp.features import load_sae
     >>> from models import load

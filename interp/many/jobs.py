@@ -15,7 +15,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,25 +47,26 @@ class Ended(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Source:
-    """The source of the model of a call, which is equal in all parts of the call."""
+class Source:
+    """The source of the model of a call.
 
-    run: str
-    model: Any
+    Copies of a source in other processes are equal to it, and sources of two calls differ.
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Source) and other.run == self.run
+    Attributes:
+        make_model: the model, or a function that returns it.
+        call: a random name of the call.
+    """
 
-    def __hash__(self) -> int:
-        return hash(self.run)
+    make_model: Model = field(compare=False)
+    call: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 # An executor gives a function no other place to keep a model from one part to the next. Only worker
 # processes fill this place, with one model.
 @lru_cache(maxsize=1)
-def _kept(source: _Source) -> nn.Module:
+def _kept(source: Source) -> nn.Module:
     """Return the model of a call."""
-    return loaded(source.model)
+    return loaded(source.make_model)
 
 
 class Job:
@@ -73,20 +74,20 @@ class Job:
 
     Args:
         analysis: the analysis.
-        make_model: the model, or a function that returns it.
+        source: the source of the model.
         out: the folder for finished parts; None to return outcomes.
-        model: the model for parts that run in this process. If it is None, `make_model` is called.
+        model: the model for parts that run in this process; None to load it from the source.
     """
 
     def __init__(
         self,
         analysis: Callable[..., Any],
-        make_model: Model,
+        source: Source,
         out: str | os.PathLike[str] | None,
         model: nn.Module | None,
     ) -> None:
         self._analysis = analysis
-        self._source = _Source(uuid.uuid4().hex, make_model)
+        self.source = source
         self._out = out
         self._model = model
         self.notes = ""
@@ -97,20 +98,26 @@ class Job:
 
     def __call__(self, part: Part) -> Outcome | None:
         """Run a part with the model of this process."""
-        return self.run(_kept(self._source) if self._model is None else self._model, part)
+        return self.run(_kept(self.source) if self._model is None else self._model, part)
 
     def run(self, model: nn.Module, part: Part) -> Outcome | None:
-        """Run a part. Return its outcome, or None if it was written to the folder."""
+        """Run a part. Return its outcome, or None if it was written to the folder.
+
+        A part that another process has finished in the meantime does not run again.
+        """
+        folder = None if self._out is None else PartFolder(self._out)
+        if folder is not None and folder.read(part.name) is not None:
+            return None
         note = Path(self.notes) / str(part.number)
         # On another machine, there is no folder for notes.
         with suppress(OSError):
             note.touch()
         outcome = _outcome(self._analysis, model, part, progress=False)
-        if self._out is not None:
-            PartFolder(self._out).write(part.name, outcome)
+        if folder is not None:
+            folder.write(part.name, outcome)
         with suppress(OSError):
             note.unlink()
-        return None if self._out is not None else outcome
+        return outcome if folder is None else None
 
 
 @shows_progress
@@ -204,7 +211,7 @@ def _named(part: Ended, notes: Path, parts: Sequence[Part]) -> Ended:
 
 def _on_ray(cluster: Ray, job: Job, parts: Sequence[Part]) -> Iterator[Ended]:
     """Run parts on a Ray cluster."""
-    for number, outcome, error in cluster.outcomes(_run, job._source.model, (job,), parts):
+    for number, outcome, error in cluster.outcomes(_run, job.source.make_model, (job,), parts):
         yield Ended(parts[number], outcome, error)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hooks.base import is_rounding, shown, warn
 from interp.effects import edges, integrated_gradients
+from interp.features.score_sums import ScoreSums
 from interp.inputs import parts as running
 from interp.inputs.copies import groups
 from interp.inputs.parts import UNFINISHED
@@ -92,20 +93,23 @@ class Outcome:
         return cls(kind.unpack(tensors, facts.pop("facts")), **facts)
 
 
-def joined(outcomes: Sequence[Outcome], parts: Sequence[Part], whole: Whole) -> Any:
+def joined(
+    outcomes: Sequence[Outcome], parts: Sequence[Part], whole: Whole, is_finished: bool = True
+) -> Any:
     """Return the result of all parts together.
 
     Args:
         outcomes: the outcome of each part.
         parts: the parts.
         whole: all examples.
+        is_finished: whether the step of the analysis finishes the joined result.
 
     Raises:
         ValueError: if the results of parts differ in axes, labels or unit.
     """
     result = _kind_of(outcomes[0].result).join(outcomes, parts, whole)
     name = outcomes[0].finish
-    return _FINISHES[name](result, **outcomes[0].options) if name else result
+    return _FINISHES[name](result, **outcomes[0].options) if name and is_finished else result
 
 
 def _joined_results(outcomes: Sequence[Outcome], parts: Sequence[Part], whole: Whole) -> Result:
@@ -285,6 +289,11 @@ def _joined_statistics(
     return StatisticsByPoint.together(outcome.result for outcome in outcomes)
 
 
+def _joined_sums(outcomes: Sequence[Outcome], parts: Sequence[Part], whole: Whole) -> ScoreSums:
+    """Return the sums of the texts of all parts."""
+    return ScoreSums.together([outcome.result for outcome in outcomes])
+
+
 def _result_on_cpu(result: Result) -> Result:
     """Return a result with all tensors on the CPU."""
     return replace(
@@ -338,6 +347,7 @@ _KINDS = (
         StatisticsByPoint.packed,
         StatisticsByPoint.unpacked,
     ),
+    _Kind(ScoreSums, _joined_sums, _same, ScoreSums.packed, ScoreSums.unpacked),
 )
 
 

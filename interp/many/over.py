@@ -1,38 +1,26 @@
 """Run an analysis of many examples in parts, and join the results.
 
-1. Read all examples with the model, and divide them into parts (`division`).
-2. If `out` is given, name each part by a hash of its values (`fingerprints`), and find the finished
-   parts (`folder`).
-3. Run the other parts on the executor (`jobs`).
-4. Join the results of all parts (`joining`).
+1. Read all examples with the model (`division`).
+2. Run the analysis on all parts (`passes`). Some analyses need several passes, because they decide
+   something from all examples (`decisions`).
 """
 
 import functools
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
-from hooks import HookError
-from hooks.base import (
-    Texts,
-    progress_bar,
-    require_integer,
-    shown,
-    shows_progress,
-)
-from interp.many.division import Part, whole
-from interp.many.fingerprints import fingerprint
-from interp.many.folder import PartFolder
-from interp.many.jobs import Job, ended
-from interp.many.joining import Outcome, joined
+from hooks.base import Texts, shown, shows_progress
+from interp.features.evaluation import evaluate_sae
+from interp.many import decisions
+from interp.many.division import whole
+from interp.many.passes import Passes
 from interp.pairs.pairs import Pairs
 from interp.reading.maxima import max_activating
 from interp.store.engines import Model, Ray, loaded
 from interp.store.streaming import statistics
 
-_OF_LISTS = (max_activating, statistics)
+_OF_LISTS = (evaluate_sae, max_activating, statistics)
 """Analyses that pad batches of texts themselves."""
 
 
@@ -104,6 +92,39 @@ def over_examples(
     >>> result.shape  # layer, head, example
     torch.Size([1, 4, 2])
     """
+    _require_arguments(analysis, executor)
+    analysis, options = _without_partial(analysis, options)
+    model = loaded(make_model)
+    all_examples = whole(
+        analysis,
+        model,
+        examples,
+        args,
+        options,
+        by_example=by_example,
+        at_once=at_once,
+        as_list=analysis in _OF_LISTS,
+    )
+    passes = Passes(
+        all_examples,
+        model,
+        make_model=make_model,
+        at_once=at_once,
+        executor=executor,
+        out=out,
+        shard=shard,
+    )
+    # Worker processes load their own models, so this process frees its model.
+    del model
+    return decisions.run(passes, analysis, all_examples.args, all_examples.options)
+
+
+def _require_arguments(analysis: Callable[..., Any], executor: Any) -> None:
+    """Check the kinds of the analysis and of the executor.
+
+    Raises:
+        TypeError: if the analysis is no function, or the executor has no `submit`.
+    """
     if not callable(analysis):
         raise TypeError(
             "analysis must be a function of (model, examples), such as activation_patching; got "
@@ -114,117 +135,13 @@ def over_examples(
             "executor must have submit(), such as ProcessPoolExecutor(8), or be "
             f"interp.store.Ray(...); got {shown(executor)}"
         )
-    model = loaded(make_model)
-    all_examples = whole(
-        analysis,
-        model,
-        examples,
-        args,
-        options,
-        by_example=by_example,
-        at_once=at_once,
-        as_list=_inner(analysis) in _OF_LISTS,
-    )
-    parts = [all_examples.part(n, at_once) for n in range(-(-len(all_examples) // at_once))]
-    _require_shard(shard, out, len(parts))
-    outcomes: dict[int, Outcome] = {}
-    folder = None
-    if out is not None:
-        parts = _with_names(analysis, model, parts)
-        folder = PartFolder(out)
-        outcomes = _finished(folder, parts, shard)
-    of_call = parts if shard is None else parts[shard[0] :: shard[1]]
-    # Threads and this process use the model that has read the texts. Other workers load a model of
-    # their own. This process then frees its model.
-    is_here = executor is None or isinstance(executor, ThreadPoolExecutor)
-    job = Job(analysis, make_model, out, model if is_here else None)
-    del model
-    with progress_bar("parts", total=len(of_call), unit="part") as count:
-        count(sum(part.number in outcomes for part in of_call))
-        rest = [part for part in of_call if part.number not in outcomes]
-        for one in ended(executor, job, rest):
-            if one.error is not None:
-                if not isinstance(one.error, HookError) or str(one.part) not in str(one.error):
-                    one.error.add_note(f"this error was raised in {one.part}")
-                raise one.error
-            outcome = one.outcome if folder is None else folder.read(one.part.name)
-            if outcome is None:
-                raise HookError(
-                    f"the file of {one.part} must be in {out} after its run; got none: all workers "
-                    "must reach this folder"
-                )
-            outcomes[one.part.number] = outcome
-            count()
-    return joined([outcomes[part.number] for part in of_call], of_call, all_examples)
 
 
-def _inner(analysis: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function of a partial application."""
-    while isinstance(analysis, functools.partial):
+def _without_partial(
+    analysis: Callable[..., Any], options: dict[str, Any]
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return the function of a partial application, and all its keyword arguments."""
+    while isinstance(analysis, functools.partial) and not analysis.args:
+        options = {**analysis.keywords, **options}
         analysis = analysis.func
-    return analysis
-
-
-def _require_shard(
-    shard: tuple[int, int] | None, out: str | os.PathLike[str] | None, n_parts: int
-) -> None:
-    """Check the number of a shard.
-
-    Raises:
-        ValueError: if the numbers are wrong, there is no folder, or there are too few parts.
-    """
-    if shard is None:
-        return
-    rank, n_shards = shard
-    require_integer("the number of shards", n_shards)
-    if not 0 <= rank < n_shards:
-        raise ValueError(
-            f"shard must be (rank, world_size) with 0 <= rank < world_size; got {shard}"
-        )
-    if out is None:
-        raise ValueError("shard needs out=, the folder in which all shards store their parts")
-    if n_parts < n_shards:
-        raise ValueError(
-            f"each of {n_shards} shards must have at least one part; got {n_parts} parts: choose a "
-            "smaller at_once, or fewer shards"
-        )
-
-
-def _with_names(analysis: Callable[..., Any], model: Any, parts: Sequence[Part]) -> list[Part]:
-    """Return parts with the hashes of all their values."""
-    shared = fingerprint("analysis", analysis), fingerprint("make_model", model)
-    named = []
-    for part in parts:
-        values = (part.first, part.examples, part.args, part.options)
-        hashes = [fingerprint("an argument", value) for value in values]
-        named.append(replace(part, name=fingerprint("part", (*shared, *hashes))))
-    return named
-
-
-def _finished(
-    folder: PartFolder, parts: Sequence[Part], shard: tuple[int, int] | None
-) -> dict[int, Outcome]:
-    """Return the outcomes of finished parts, by the numbers of the parts.
-
-    Raises:
-        ValueError: if other processes run these parts as shards and have not finished them, and
-            this call has no shard.
-    """
-    if shard is not None:
-        folder.claim(parts, shard[1])
-    outcomes = {}
-    for part in parts:
-        is_ours = shard is None or part.number % shard[1] == shard[0]
-        if is_ours and (outcome := folder.read(part.name)) is not None:
-            outcomes[part.number] = outcome
-    if shard is None and len(outcomes) < len(parts):
-        n_shards = folder.n_shards(parts)
-        missing = [part for part in parts if part.number not in outcomes]
-        if n_shards is not None:
-            shards = sorted({part.number % n_shards for part in missing})
-            raise ValueError(
-                f"all shards must finish before their parts are joined; {folder.name} does not "
-                f"contain {', '.join(map(str, missing))}: call again with "
-                f"{' and '.join(f'shard=({number}, {n_shards})' for number in shards)}"
-            )
-    return outcomes
+    return analysis, options

@@ -12,8 +12,8 @@ computes this sum.
    `steps="auto"`, double the steps of the paths whose gap is too large, and repeat from step 2.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -25,10 +25,13 @@ from interp.inputs.parts import require_whole
 TOLERANCE = 0.01
 """The largest gap without a warning."""
 
-_FIRST, _MOST = 4, 1024
+FIRST, _MOST = 4, 1024
+"""The first number of steps with `auto`, and the largest."""
 
-Steps = int | Literal["auto"]
-"""The steps of each path. `auto` doubles them until the gap is at most `TOLERANCE`, up to 1024."""
+Steps = int | Sequence[int] | Literal["auto"]
+"""The number of steps of all paths, or a number for each path. `auto` doubles the number of a path
+until its gap is at most `TOLERANCE`, up to 1024.
+"""
 
 AtShare = Callable[
     [Sequence[int], float], tuple[Float[Tensor, "_some *axes"], Float[Tensor, "_some batch"]]
@@ -84,35 +87,102 @@ def averaged(
     >>> averaged(at, torch.zeros(1, 1), torch.zeros(1), lambda means: means, 4)[:3]
     (tensor([[0.3438]]), [4], tensor([[0.0312]]))
     """
+    numbers = of_paths(steps, len(first))
+    steps_of_paths = [FIRST if number == "auto" else number for number in numbers]
+    for number in steps_of_paths:
+        require_integer("steps, if not 'auto',", number)
     if steps == "auto":
         require_whole("steps must be a number", "steps='auto'")
-    require_integer("steps, if not 'auto',", 1 if steps == "auto" else steps)
     last, end = at(range(len(first)), 1.0)
     change = to_device(end - base, first.device)
     if not change.isfinite().all():
         raise ValueError("the metric must be finite at both ends of a path; got infinity or NaN")
     size = change.abs().mean() if size is None else size
     sums = (first + last) / 2
+
+    def mean() -> Mean:
+        """Return the means of the sums over all steps."""
+        taken = to_device(torch.tensor(steps_of_paths, dtype=sums.dtype), sums.device)
+        means = sums / taken.view(-1, *[1] * (sums.ndim - 1))
+        # If the metric does not change, the gap is 0 / 0, and counts as 0.
+        gaps = ((added(means) - change).abs() / size).nan_to_num()
+        return Mean(means, [*steps_of_paths], gaps, change)
+
+    if steps != "auto":
+        for n_steps in sorted({*steps_of_paths}):
+            paths = [path for path, number in enumerate(steps_of_paths) if number == n_steps]
+            _add(sums, at, paths, shares=[n / n_steps for n in range(1, n_steps)])
+        return mean()
     paths = [*range(len(first))]
-    steps_of_paths = [1] * len(first)
-    n_before = 1
-    n_steps = _FIRST if steps == "auto" else steps
+    n_before, n_steps = 1, FIRST
     while True:
         # Skip the shares that earlier rounds have added: they are multiples of 1 / n_before.
         shares = [n / n_steps for n in range(1, n_steps) if n * n_before % n_steps]
-        rows = to_device(torch.tensor(paths), sums.device)
-        for share in progress_of(shares, "steps on the way", len(shares)):
-            sums.index_add_(0, rows, at(paths, share)[0])
+        _add(sums, at, paths, shares=shares)
         for path in paths:
             steps_of_paths[path] = n_steps
-        steps_taken = to_device(torch.tensor(steps_of_paths, dtype=sums.dtype), sums.device)
-        means = sums / steps_taken.view(-1, *[1] * (sums.ndim - 1))
-        # If the metric does not change, the gap is 0 / 0, and counts as 0.
-        gaps = ((added(means) - change).abs() / size).nan_to_num()
-        if steps != "auto" or n_steps == _MOST:
-            return Mean(means, steps_of_paths, gaps, change)
-        largest = gaps.amax(1).tolist()
-        paths = [path for path in paths if largest[path] > TOLERANCE]
+        result = mean()
+        largest = result.gaps.amax(1).tolist() if n_steps < _MOST else []
+        paths = [path for path, gap in enumerate(largest) if gap > TOLERANCE and path in paths]
         if not paths:
-            return Mean(means, steps_of_paths, gaps, change)
+            return result
         n_before, n_steps = n_steps, 2 * n_steps
+
+
+def of_paths(steps: Steps, n_paths: int) -> list[int | Literal["auto"]]:
+    """Return the number of steps, or `auto`, for each path.
+
+    Raises:
+        ValueError: if a list does not contain one number for each path.
+    """
+    if isinstance(steps, str) or not isinstance(steps, Sequence):
+        return [steps] * n_paths
+    if len(steps) != n_paths:
+        raise ValueError(
+            f"steps must be 'auto', a number, or a list with a number for each of {n_paths} paths; "
+            f"got {len(steps)} numbers"
+        )
+    return [*steps]
+
+
+def _add(
+    sums: Float[Tensor, "path *axes"], at: AtShare, paths: Sequence[int], shares: Sequence[float]
+) -> None:
+    """Add the values of the function at some shares of some paths to the sums of these paths."""
+    rows = to_device(torch.tensor(paths), sums.device)
+    for share in progress_of(shares, "steps on the way", len(shares)):
+        sums.index_add_(0, rows, at(paths, share)[0])
+
+
+def more_steps(sums: Mapping[str, Any]) -> list[int] | None:
+    """Return the next number of steps of each path for many examples; None if there are enough.
+
+    Args:
+        sums: the numbers of an unfinished result of all examples, see `interp.inputs.parts`: the
+            `steps` of each path, and the `gaps` and `changes` of each path and example.
+    """
+    steps = sums["largest"]["steps"]
+    steps = [steps] if isinstance(steps, int) else steps
+    gaps = gap_shares(**sums["examples"])
+    if max(steps) >= _MOST or max(map(max, gaps)) <= TOLERANCE:
+        return None
+    return [
+        2 * number if max(gaps_of_path) > TOLERANCE else number
+        for number, gaps_of_path in zip(steps, gaps, strict=True)
+    ]
+
+
+def gap_shares(
+    gaps: Sequence[Sequence[float]], changes: Sequence[Sequence[float]]
+) -> list[list[float]]:
+    """Return gaps as shares of the mean absolute change of the metric on each path.
+
+    Args:
+        gaps: the gap of each path and example.
+        changes: the absolute change of the metric for each path and example.
+    """
+    shares = []
+    for gaps_of_path, changes_of_path in zip(gaps, changes, strict=True):
+        size = sum(changes_of_path) / len(changes_of_path)
+        shares.append([gap / size if size else 0.0 for gap in gaps_of_path])
+    return shares

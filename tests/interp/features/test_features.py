@@ -25,7 +25,7 @@ from interp.features import (
     stability,
 )
 from interp.features.cards import FeatureCard, FeatureCards, FeatureExample
-from interp.features.evaluation import LEAST_FOR_DEAD, PointScores
+from interp.features.scores import LEAST_FOR_DEAD, PointScores
 from models import Transformer, TransformerConfig, generate, next_token_loss
 from tests.shipped import pydoc
 

@@ -16,6 +16,7 @@ from interp import (
     completeness,
     edge_attribution,
     edits,
+    evaluate_sae,
     faithfulness,
     integrated_gradients,
     kl_divergence,
@@ -27,6 +28,7 @@ from interp import (
     path_patching,
     sweep,
 )
+from interp.features import Dictionary, TopK
 from interp.graph import Graph, circuits
 from interp.store import Ray, statistics
 from tests.interp.many.analyses import VOCAB, direct, make_model, patched_once
@@ -201,6 +203,60 @@ def test_largest_values_and_statistics_of_many_texts(model, folder, tmp_path):
             assert torch.equal(found[name].top_places, one.top_places)
 
 
+# Texts of one token have no loss. All texts of the third part are such texts.
+TEXTS = [*LISTS[:7], [9], [3], [2], *LISTS[7:]]
+POINT = "blocks.1.mlp_out"
+
+
+@pytest.fixture(scope="module")
+def scores(model):
+    with pytest.warns(UserWarning, match="3 of 14 texts are left out"):
+        return evaluate_sae(model, {POINT: random_dictionary()}, TEXTS, batch=4)
+
+
+def random_dictionary():
+    """Return a dictionary with random weights, of which some features are never active."""
+    generator = torch.Generator().manual_seed(8)
+    weights = torch.randn(2, 12, 17, generator=generator, dtype=torch.float64)
+    zero = torch.zeros(17, dtype=torch.float64)
+    return Dictionary(weights[0], weights[1].T / 9, zero, zero[:12], TopK(2))
+
+
+def require_equal_scores(joined, whole):
+    for name in ("losses", "kl"):
+        torch.testing.assert_close(getattr(joined, name), getattr(whole, name), rtol=0, atol=1e-6)
+    assert joined.groups == whole.groups
+    ours, theirs = joined.points[POINT], whole.points[POINT]
+    assert torch.equal(ours.density, theirs.density)
+    assert 0 < (ours.density == 0).sum() < 17
+    assert (ours.l0, ours.n_tokens) == (theirs.l0, theirs.n_tokens)
+    assert ours.explained_variance == pytest.approx(theirs.explained_variance, rel=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:3 of 14 texts")
+def test_scores_of_dictionaries_have_the_means_of_all_texts(scores, tmp_path):
+    dictionaries = {POINT: random_dictionary()}
+    over = partial(over_examples, make_model=make_model, examples=TEXTS, at_once=2)
+    stored = over(partial(evaluate_sae, dictionaries=dictionaries), batch=4, out=tmp_path)
+    require_equal_scores(stored, scores)
+    assert len([*tmp_path.glob("part-*")]) == 14
+    with ThreadPoolExecutor(2) as executor:
+        threaded = over(evaluate_sae, dictionaries=dictionaries, executor=executor)
+    require_equal_scores(threaded, scores)
+
+
+def test_scores_of_dictionaries_in_shards(scores, tmp_path):
+    """The first shard runs the first pass of all texts, because its second pass needs the means."""
+    over = partial(over_examples, evaluate_sae, make_model, TEXTS, {POINT: random_dictionary()})
+    over = partial(over, at_once=3, out=tmp_path, batch=4)
+    with pytest.warns(UserWarning, match=". of . texts are left out"):
+        own = [over(shard=(rank, 2)) for rank in (1, 0)]
+    torch.testing.assert_close(own[0].losses, scores.losses[:, [3, 4, 5, 7, 8]])
+    assert len([*tmp_path.glob("part-*")]) == 10
+    with pytest.warns(UserWarning, match="3 of 14 texts are left out"):
+        require_equal_scores(over(), scores)
+
+
 def test_one_part_may_depend_on_all_examples(model):
     options = {"edit": edits.noise(0.5), "site": "mlp_out"}
     joined = over_examples(activation_patching, make_model, PAIRS, **options)
@@ -295,10 +351,37 @@ def test_shards_are_joined_by_a_later_call(model, tmp_path):
         over(shard=(0, 2))
 
 
+@pytest.mark.parametrize(
+    ("analysis", "argument", "steps"),
+    [
+        (edge_attribution, "eap_ig_inputs", 16),
+        (integrated_gradients, "resid_pre", [16, 8]),
+        pytest.param(
+            edge_attribution,
+            "eap_ig_activations",
+            [16, 8, 4, 4, 4, 4, 4, 4, 4, 4, 4],
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_the_number_of_steps_is_decided_over_all_examples(model, analysis, argument, steps):
+    """The first two pairs alone take more steps on the first path, and the others take fewer."""
+    pairs = PAIRS[2:6]
+    whole = analysis(model, pairs, argument)
+    assert whole.about["steps"] == steps
+    joined = over_examples(analysis, make_model, pairs, argument, at_once=2)
+    require_equal(joined, whole)
+    alone = analysis(model, pairs[2:], argument)
+    size = whole.values.abs().max()
+    assert (alone.values - joined.values[..., 2:]).abs().max() > 1e-3 * size
+    again = analysis(model, pairs[2:], argument, steps=steps)
+    assert (again.values - joined.values[..., 2:]).abs().max() < 1e-12 * size
+
+
 def test_what_depends_on_all_examples_is_an_error():
     over = partial(over_examples, make_model=make_model, examples=PAIRS, at_once=AT_ONCE)
     with pytest.raises(ValueError, match="steps must be a number in over_examples, because"):
-        over(integrated_gradients)
+        over(lambda model, pairs: integrated_gradients(model, pairs))
     for edit in (edits.noise(0.5), edits.resample(torch.randn(AT_ONCE, POS, 12))):
         with pytest.raises(ValueError, match="edits must not draw"):
             over(activation_patching, edit=edit, site="mlp_out")
