@@ -1,8 +1,9 @@
 """Fingerprints: hashes of the values of any arguments, the same in every process.
 
 1. A value is pickled, without references to earlier objects, so that equal values have equal bytes.
-2. Tensors are hashed by their numbers, modules by their config, weights and plain attributes, and
-   dictionaries and sets in a sorted order.
+2. Tensors are hashed by their numbers, and dictionaries and sets in a sorted order. Modules are
+   hashed by their config, their weights and buffers, and those attributes that are values: numbers,
+   texts, tensors, functions without captured values, and containers and dataclasses of these.
 3. A function of `hooks`, `models` and `interp` is hashed by its name. Other functions are hashed by
    their code, their defaults and the values that they have captured. Global variables that a
    function reads are not hashed.
@@ -11,7 +12,9 @@
 import hashlib
 import io
 import pickle
-from types import CodeType, FunctionType
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,8 @@ from hooks.base import config_hash, shown, weights_hash
 
 _OURS = ("hooks", "models", "interp")
 _PLAIN = (bool, int, float, str, type(None))
+_OF_MODULES = {*vars(nn.Module())} - {"training"}
+"""The attributes that PyTorch itself adds to each module."""
 
 
 def fingerprint(what: str, value: Any) -> str:
@@ -104,12 +109,45 @@ def _tensor(value: Tensor) -> tuple[Any, ...]:
 
 
 def _module(module: nn.Module) -> tuple[Any, ...]:
-    """Return hashes of the config and of all weights of a module, and its plain attributes."""
+    """Return hashes of the config and of all weights of a module, with its other values."""
+    persistent = {*module.state_dict()}
     attributes = []
     for name, part in module.named_modules():
-        plain = {key: value for key, value in vars(part).items() if isinstance(value, _PLAIN)}
-        attributes.append((name, type(part).__qualname__, sorted(plain.items())))
+        values = {key: value for key, value in vars(part).items() if key not in _OF_MODULES}
+        for key, buffer in part.named_buffers(recurse=False):
+            if f"{name}.{key}".lstrip(".") not in persistent:
+                values[key] = buffer
+        described = {key: _attribute(value) for key, value in values.items()}
+        attributes.append((name, type(part).__qualname__, sorted(described.items())))
     return "module", config_hash(module), weights_hash(module, whole=True), attributes
+
+
+def _attribute(value: Any) -> Any:
+    """Return an attribute of a module in a form that can be pickled.
+
+    Objects such as tokenizers and locks are represented by their class. Functions are represented
+    by their code alone, because they may have captured such objects.
+    """
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        return tuple(value.shape) if value.is_meta else _tensor(value)
+    if isinstance(value, np.ndarray | torch.dtype):
+        return value
+    if isinstance(value, FunctionType):
+        return value.__module__, value.__qualname__, _code(value.__code__)
+    if isinstance(value, BuiltinFunctionType):
+        return value.__qualname__
+    if isinstance(value, Mapping):
+        return tuple((_attribute(key), _attribute(part)) for key, part in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(_attribute, value))
+    if isinstance(value, set | frozenset):
+        return {*map(_attribute, value)}
+    if is_dataclass(value) and not isinstance(value, type):
+        content = tuple(_attribute(getattr(value, field.name)) for field in fields(value))
+        return type(value).__qualname__, content
+    return type(value).__qualname__
 
 
 def _code(code: CodeType) -> tuple[Any, ...]:

@@ -44,18 +44,22 @@ def over_examples(
     target, labels, groups and `about`. Each worker runs at most `at_once` examples at a time. Steps
     over all examples, such as the shares of `faithfulness`, follow after all parts.
 
+    `evaluate_sae`, and the analyses with `steps="auto"`, decide something from all examples. They
+    run several passes over the parts.
+
     The model is also loaded in this process, which reads all texts. Therefore all parts have the
     columns of all examples.
 
     Args:
         analysis: a function of a model and pairs or texts that returns a `Result` with a value for
             each example: an analysis of `interp`, or a function of your own, which may run the
-            model and read a cache. Also `max_activating` and `interp.store.statistics`. Another
-            process must be able to import the module of the function.
+            model and read a cache. Also `evaluate_sae`, `max_activating` and
+            `interp.store.statistics`. Another process must be able to import the module of the
+            function.
         make_model: a function that returns the model, such as `partial(models.load, "gpt2")`. Each
             worker process calls it once. A model is possible too; it is copied to each process.
-        examples: pairs or texts, the second argument of the analysis.
-        args: the other positional arguments of the analysis.
+        examples: the pairs or texts of the analysis.
+        args: its other positional arguments, such as the dictionaries of `evaluate_sae`.
         at_once: the number of examples in a part.
         executor: any object whose `submit` returns futures with `add_done_callback`, such as
             `ProcessPoolExecutor(8)`, `ThreadPoolExecutor(2)` or a client of Dask; or
@@ -66,7 +70,8 @@ def over_examples(
             folder. Default: None, to keep results in memory.
         shard: the number of this process and the number of processes, such as `(rank, world_size)`
             under torchrun. This call runs only its own parts, and returns the result of their
-            examples. A later call without `shard` joins all parts. It needs `out`.
+            examples. A later call without `shard` joins all parts. It needs `out`. If the analysis
+            needs several passes, the shard also runs parts that other shards have not finished.
         by_example: the names of `options` that have an entry for each example, such as `["right"]`.
         progress: whether to show a bar over parts after two seconds.
         options: keyword arguments of the analysis.
@@ -75,10 +80,11 @@ def over_examples(
         The joined result, on the CPU.
 
     Raises:
-        ValueError: if there are no examples; if the analysis decides something from all examples,
-            such as `steps="auto"`, or selects labels from the examples; if a metric contains data
-            of single examples and cannot be divided; if there are fewer parts than shards; or if a
-            shard has not finished its parts. Errors of the analysis have a note with the part.
+        ValueError: if there are no examples; if a function of your own decides something from all
+            examples, such as `steps="auto"`, or selects labels from the examples; if a metric
+            contains data of single examples and cannot be divided; if there are fewer parts than
+            shards; or if a shard has not finished its parts. Errors of the analysis have a note
+            with the part.
         TypeError: if the executor has no `submit`, or the analysis returns another kind of result.
         HookError: if a worker dies. The error names the part, and the same call repeats it.
 

@@ -2,11 +2,13 @@
 
 import multiprocessing
 import pickle
+import threading
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from hooks import HookError
 from interp import (
@@ -30,6 +32,7 @@ from interp import (
 )
 from interp.features import Dictionary, TopK
 from interp.graph import Graph, circuits
+from interp.many.fingerprints import fingerprint
 from interp.store import Ray, statistics
 from tests.interp.many.analyses import VOCAB, direct, make_model, patched_once
 from tests.shipped import pydoc
@@ -332,6 +335,35 @@ def test_finished_parts_are_found_by_their_values(model, tmp_path):
     over(PAIRS[:6], 2.0, calls, fails=[5])
     over(Pairs(other, CORRUPTED, answers, attention_mask=MASK), 1.0, calls, fails=Calls())
     assert len(calls) <= n + 2
+
+
+class Scaled(nn.Module):
+    """A module whose attributes are values of several kinds."""
+
+    def __init__(self, heads=(1, 2), scale=3.0, shift=5.0, function=torch.relu, limit=7):
+        super().__init__()
+        self.heads = [*heads]
+        self.scale = torch.tensor([scale])
+        self.function = function
+        self.options = {"limit": limit}
+        self.lock = threading.Lock()
+        self.register_buffer("shift", torch.tensor([shift]), persistent=False)
+
+
+def test_the_hash_of_a_module_depends_on_its_attributes():
+    changes = [
+        {"heads": (1, 4)},
+        {"scale": 4.0},
+        {"shift": 4.0},
+        {"function": torch.tanh},
+        {"function": lambda value: value},
+        {"function": lambda value: value + 1},
+        {"limit": 8},
+        {},
+    ]
+    hashes = [fingerprint("a module", Scaled(**options)) for options in changes]
+    assert len({*hashes}) == len(hashes)
+    assert fingerprint("a module", Scaled()) == hashes[-1]
 
 
 def test_shards_are_joined_by_a_later_call(model, tmp_path):
