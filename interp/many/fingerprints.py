@@ -4,6 +4,7 @@
 2. Tensors are hashed by their numbers, and dictionaries and sets in a sorted order. Modules are
    hashed by their config, their weights and buffers, and those attributes that are values: numbers,
    texts, tensors, functions without captured values, and containers and dataclasses of these.
+   Private attributes are hashed if they are numbers or texts.
 3. A function of `hooks`, `models` and `interp` is hashed by its name. Other functions are hashed by
    their code, their defaults and the values that they have captured. Global variables that a
    function reads are not hashed.
@@ -26,8 +27,6 @@ from hooks.base import config_hash, shown, weights_hash
 
 _OURS = ("hooks", "models", "interp")
 _PLAIN = (bool, int, float, str, type(None))
-_OF_MODULES = {*vars(nn.Module())} - {"training"}
-"""The attributes that PyTorch itself adds to each module."""
 
 
 def fingerprint(what: str, value: Any) -> str:
@@ -113,7 +112,12 @@ def _module(module: nn.Module) -> tuple[Any, ...]:
     persistent = {*module.state_dict()}
     attributes = []
     for name, part in module.named_modules():
-        values = {key: value for key, value in vars(part).items() if key not in _OF_MODULES}
+        # Private attributes other than numbers and texts are often caches, which change.
+        values = {
+            key: value
+            for key, value in vars(part).items()
+            if isinstance(value, _PLAIN) or not key.startswith("_")
+        }
         for key, buffer in part.named_buffers(recurse=False):
             if f"{name}.{key}".lstrip(".") not in persistent:
                 values[key] = buffer

@@ -363,7 +363,9 @@ def test_the_hash_of_a_module_depends_on_its_attributes():
     ]
     hashes = [fingerprint("a module", Scaled(**options)) for options in changes]
     assert len({*hashes}) == len(hashes)
-    assert fingerprint("a module", Scaled()) == hashes[-1]
+    same = Scaled()
+    same._cache = [3]
+    assert fingerprint("a module", same) == hashes[-1]
 
 
 def test_shards_are_joined_by_a_later_call(model, tmp_path):
