@@ -231,7 +231,17 @@ def weights_of(model: nn.Module, *, with_adapter: bool) -> dict[str, Weight]:
     Args:
         model: the model.
         with_adapter: whether the adapter is on.
+
+    Raises:
+        ValueError: if weights are quantized, because packed numbers are not weights.
     """
+    config = getattr(model, "config", None)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            "weights must not be quantized, because they are subtracted; got a "
+            f"{type(model).__name__} with a quantization_config (load both models without "
+            "quantization)"
+        )
     layers = adapter_layers(model)
     inner = [
         f"{name}.{part}." for name, layer in layers.items() for part in layer.adapter_layer_names

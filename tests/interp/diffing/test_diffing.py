@@ -539,6 +539,17 @@ def test_the_first_difference_is_named(base, tuned):
         compare_models(copy.deepcopy(tuned).train(), base, TEXTS)
 
 
+def test_packed_numbers_are_not_compared_as_weights():
+    from models import attach
+
+    tuned, base = made("llama"), made("llama")
+    attach(base), attach(tuned)
+    base.config.quantization_config = {"quant_method": "gptq"}
+    change = compare_models(tuned, base, TOKENS)
+    with pytest.raises(ValueError, match="must not be quantized"):
+        _ = change.weights
+
+
 def test_tokenizers_must_agree_on_the_texts(base, tuned):
     other = copy.deepcopy(tuned)
     other.tokenizer = CharTokenizer(base.tokenizer.characters[::-1])
