@@ -10,6 +10,7 @@ from torch import Tensor
 from hooks.base import at_least_float32, require_integer
 from interp.edits.subspaces import orthonormal
 from interp.features.dictionary import Dictionary
+from interp.features.temporal import TemporalDictionary
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -147,7 +148,7 @@ def of_dictionary(dictionary: Dictionary) -> Featurizer:
     The reconstruction error of the autoencoder stays in the value.
 
     Raises:
-        ValueError: if the dictionary is a transcoder.
+        ValueError: if the dictionary is a transcoder or a temporal dictionary.
 
     >>> eye, zeros, place = torch.eye(2), torch.zeros(2), "blocks.1.resid_post"
     >>> relu = Dictionary(eye, eye, zeros, zeros, torch.nn.ReLU(), reads=place, writes=place)
@@ -157,6 +158,11 @@ def of_dictionary(dictionary: Dictionary) -> Featurizer:
     if dictionary.is_transcoder:
         raise ValueError(
             "dictionary must be an autoencoder, to read and write at one point; got a transcoder"
+        )
+    if isinstance(dictionary, TemporalDictionary):
+        raise ValueError(
+            "dictionary must read single positions; got a temporal dictionary, whose features "
+            "depend on earlier positions"
         )
     return Featurizer(
         name="dictionary",

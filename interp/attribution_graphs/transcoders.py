@@ -12,6 +12,7 @@ from interp.features.activations import Gated
 from interp.features.cross_layer import CrossLayerTranscoder
 from interp.features.dictionary import Dictionary
 from interp.features.matching_pursuit import MatchingPursuit
+from interp.features.temporal import TemporalDictionary
 from interp.features.transcoders import Transcoders
 from interp.kinds import require_made
 
@@ -43,7 +44,7 @@ def by_layer(transcoders: AnyTranscoders, places: Mapping[str, int]) -> dict[int
     Raises:
         ValueError: if a transcoder writes a point that is no output of an MLP, or its features are
             not a nonlinearity applied to a linear map of the input: if it normalizes its input, is
-            gated, or uses matching pursuit.
+            gated, uses matching pursuit, or is temporal.
     """
     if isinstance(transcoders, Dictionary):
         transcoders = {transcoders.writes or "": transcoders}
@@ -76,11 +77,11 @@ def _of_one_layer(
                 "the point of a transcoder must be the output of an MLP, such as "
                 f"{next(iter(places), None)}; got {name!r}"
             )
-        steps = isinstance(dictionary, MatchingPursuit)
+        steps = isinstance(dictionary, MatchingPursuit | TemporalDictionary)
         if steps or dictionary.norm != "none" or isinstance(dictionary.activation, Gated):
             raise ValueError(
                 f"the transcoder at {name} must have features that are linear in its input; got a "
-                "norm, a gate or steps"
+                "norm, a gate, steps or attention"
             )
     return {
         places[name]: LayerTranscoder(dictionary, [dictionary.W_dec])

@@ -2,12 +2,13 @@
 measure them.
 
 Read `activations` and `dictionary` (dictionaries of one layer) first. `transcoders` (of several
-layers), `cross_layer`, `crosscoder` (of several models or layers) and `matching_pursuit` contain
-other kinds of dictionaries. `loading` reads dictionaries from files, with the help of `forms`,
-`hub` and `bundled`. `places` finds the point that a file names. `splicing` inserts dictionaries
-into a model. `evaluation` (with `score_sums` and `scores`), `cards` and `controls` measure them.
-`members` runs the models of a crosscoder, and `scaling` and `member_cards` describe its features.
-`explanations` scores explanations of features, and `saebench` hands dictionaries to SAEBench.
+layers), `cross_layer`, `crosscoder` (of several models or layers), `matching_pursuit` and
+`temporal` (of whole texts) contain other kinds of dictionaries. `loading` reads dictionaries from
+files, with the help of `forms`, `hub` and `bundled`. `places` finds the point that a file names.
+`splicing` inserts dictionaries into a model. `evaluation` (with `score_sums` and `scores`), `cards`
+and `controls` measure them. `members` runs the models of a crosscoder, and `scaling` and
+`member_cards` describe its features. `explanations` scores explanations of features, and `saebench`
+hands dictionaries to SAEBench.
 
 >>> from interp.features import load_sae, splice
 >>> from models import load
@@ -40,6 +41,7 @@ from interp.features.saebench import for_saebench
 from interp.features.scaling import LatentScaling, latent_scaling
 from interp.features.scores import DictionaryScores
 from interp.features.splicing import splice
+from interp.features.temporal import TemporalDictionary
 from interp.features.transcoders import Transcoders, TranscoderSet
 
 __all__ = [
@@ -57,6 +59,7 @@ __all__ = [
     "JumpReLU",
     "LatentScaling",
     "MatchingPursuit",
+    "TemporalDictionary",
     "TopK",
     "TranscoderSet",
     "Transcoders",

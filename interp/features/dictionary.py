@@ -238,6 +238,12 @@ class Dictionary(plots.Shown, nn.Module):
             x = features.new_zeros(*features.shape[:-1], self.d_in)
         return self.write(features, x) + self._constant(x)
 
+    def bypass(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_out"] | None:
+        """Return the part of the output that goes from the input past the features: the output of
+        the skip connection, or None if there is no such part.
+        """
+        return None if self.W_skip is None else x.to(self.W_skip.dtype) @ self.W_skip
+
     def forward(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_out"]:
         """Return the output: the reconstruction of `x` by an autoencoder, or the output of the
         sublayer that a transcoder replaces.
@@ -368,7 +374,8 @@ class Dictionary(plots.Shown, nn.Module):
             constant = constant * self._scale(x)
             if self.norm == "layer_norm":
                 constant = constant + x.mean(-1, keepdim=True)
-        return constant if self.W_skip is None else constant + x @ self.W_skip
+        bypass = self.bypass(x)
+        return constant if bypass is None else constant + bypass
 
 
 def _require_matrix(name: str, weight: object, axes: str) -> None:

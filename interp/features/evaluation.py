@@ -205,7 +205,10 @@ class _Passes:
         is_scored = text.at(self._pos)
         sums = {}
         for name, part in parts.items():
-            sums[name] = PointSums.of(part, cache[name], cache[part.reads or name], is_scored)
+            read = cache[part.reads or name]
+            sums[name] = PointSums.of(
+                part, cache[name], read=read, is_scored=is_scored, real=text.real
+            )
         return logits_of(output), sums
 
     def _edited(

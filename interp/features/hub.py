@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from hooks.base import library, unknown_name
 
 _WEIGHTS = (".safetensors", ".npz", ".pt", ".pth")
-_CONFIGS = ("cfg.json", "config.json", "config.yaml", "hyperparams.json")
+_CONFIGS = ("cfg.json", "config.json", "config.yaml", "conf.yaml", "hyperparams.json")
 _NAME = re.compile(r"(\w[\w.-]*/[\w.-]+)(?:/(.+))?")
 
 

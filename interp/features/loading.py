@@ -46,11 +46,11 @@ def load_sae(
 
     Args:
         path: a folder, or a file in it. The file of one of several layers, such as
-            `layer_1.safetensors`, loads only this layer, and so does a folder with a single file
-            of this kind. The path can also be the name of a bundled dictionary,
-            `pydoc-4l/resid_post`, or a place on the Hugging Face hub, such as
-            `google/gemma-scope-2b-pt-res/layer_20/width_16k/average_l0_71`. If the package sae_lens
-            is installed, a release and an id of SAELens are also possible.
+            `layer_1.safetensors`, loads only this layer, and so does a folder that contains
+            only this file. (A folder with `layer_0.safetensors` is a set.) The path can also be the
+            name of a bundled dictionary, `pydoc-4l/resid_post`, or a place on the Hugging Face hub,
+            such as `google/gemma-scope-2b-pt-res/layer_20/width_16k/average_l0_71`. If the package
+            sae_lens is installed, a release and an id of SAELens are also possible.
         format: the format of the files. It is only needed if a folder contains files of several
             formats. Default: `auto`.
         dtype: the dtype of weights and features. Default: the dtype of the file, but float32 for
@@ -222,9 +222,6 @@ def load_any(
         _require_kind_of_files(path, isinstance(ours, Transcoders), kind)
         return ours.to(dtype)
     name, read, source = _recognised(_local(path), format, FORMS)
-    only_layer = _only_layer(FORMS[name], source)
-    if kind is Dictionary and only_layer is not None:
-        read, source = only_layer
     # A format with files of layers reads all layers of a folder.
     _require_kind_of_files(path, bool(FORMS[name].layers) and read is FORMS[name].read, kind)
     options = _settings(settings or {}, read, name)
@@ -373,7 +370,7 @@ def _at_least_float32(module: nn.Module) -> torch.dtype:
 def _reading(form: Form, local: Path) -> tuple[Callable[..., Loaded | Crosscoder], Path] | None:
     """Return the reader of a format and the path for it, or None if the path has another format.
 
-    1. A folder must contain the files of the format, or a single file of one of several layers.
+    1. A folder must contain the files of the format, or only the file of a later layer.
     2. A file can be a whole dictionary, or one of several layers.
     3. Any other file of a folder, such as its config, is read as the folder.
 

@@ -20,6 +20,7 @@ from hooks.base import to_device, warn
 from interp.features.dictionary import Dictionary
 from interp.features.scores import RUNS, DictionaryScores, PointScores
 from interp.features.splicing import SplicedDictionary
+from interp.features.temporal import TemporalDictionary
 from interp.inputs.copies import groups
 
 
@@ -62,6 +63,7 @@ class PointSums:
         value: Tensor,
         read: Tensor,
         is_scored: Bool[Tensor, "batch pos"],
+        real: Bool[Tensor, "batch pos"],
     ) -> "PointSums":
         """Return the sums of a run.
 
@@ -70,12 +72,22 @@ class PointSums:
             value: the value at the point that the dictionary approximates.
             read: the value at the point that the dictionary reads.
             is_scored: True at the positions to add.
+            real: True at the real tokens of the texts.
         """
         is_scored = to_device(is_scored, value.device)
-        x = part.vector(read)[is_scored]
-        features = part.dictionary.encode(x)
+        dictionary = part.dictionary
+        if isinstance(dictionary, TemporalDictionary):
+            texts = part.vector(read)
+            mask = to_device(real, texts.device)
+            of_texts = dictionary.encode(texts, mask)
+            features = of_texts[is_scored]
+            output = dictionary.decode(of_texts, texts, mask)[is_scored]
+        else:
+            x = part.vector(read)[is_scored]
+            features = dictionary.encode(x)
+            output = dictionary.decode(features, x)
+        output = output.cpu().double()
         target = part.vector(value)[is_scored].cpu().double()
-        output = part.dictionary.decode(features, x).cpu().double()
         pos = is_scored.nonzero()[:, 1].cpu()
 
         def by_position(rows: Tensor) -> Tensor:

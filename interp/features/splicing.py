@@ -92,9 +92,9 @@ class SplicedDictionary(Part):
         before = self.vector(value)
         if self.error == "frozen":
             before, features = before.detach(), features.detach()
-            if dictionary.W_skip is not None:
-                rest = (x - x.detach()).to(dictionary.W_skip.dtype)
-                before = before + rest @ dictionary.W_skip
+            bypass = dictionary.bypass(x)
+            if bypass is not None:
+                before = before + (bypass - bypass.detach())
         return self.put(value, before + dictionary.write(edited - features, x))
 
     forward = FusedUnlessHooked("features", fused=_fused)(_explicit)

@@ -184,6 +184,64 @@ def sae_lens_training():
             keep(each.name, inputs(D_IN), read.encode(inputs(D_IN)), read(inputs(D_IN)))
 
 
+def sae_lens_temporal():
+    """Write temporal dictionaries: two as SAELens writes them, and one as canrager publishes it.
+
+    SAELens' own loader reads the published form, with a local folder in place of the hub.
+    """
+    from sae_lens.loading import pretrained_sae_loaders
+    from sae_lens.saes.sae import SAE
+    from sae_lens.saes.temporal_sae import TemporalSAE, TemporalSAEConfig
+
+    sizes = {"d_in": D_IN, "d_sae": 24, "n_heads": 2, "bottleneck_factor": 4}
+    cases = {
+        "temporal": {
+            "n_attn_layers": 2,
+            "kval_topk": 5,
+            "normalize_activations": "constant_scalar_rescale",
+            "activation_normalization_factor": 0.3,
+        },
+        "temporal_untied": {
+            "sae_diff_type": "relu",
+            "tied_weights": False,
+            "apply_b_dec_to_input": False,
+            "normalize_activations": "layer_norm",
+        },
+    }
+    x = inputs(5, D_IN)
+    for name, fields in cases.items():
+        about = {"metadata": {"model_name": "gpt2", "hook_name": "blocks.1.hook_resid_post"}}
+        sae = SAE.from_dict({"architecture": "temporal"} | sizes | fields | about)
+        randomize(sae)
+        folder = HERE / f"sae_lens_{name}"
+        sae.save_model(folder)
+        keep(folder.name, x, sae.encode(x), sae(x))
+    folder = HERE / "temporal" / "layer_12"
+    folder.mkdir(parents=True)
+    section = {
+        "exp_factor": 4,
+        "n_heads": 2,
+        "n_attn_layers": 1,
+        "bottleneck_factor": 4,
+        "sae_diff_type": "topk",
+        "kval_topk": 7,
+        "tied_weights": True,
+        "scaling_factor": 0.4,
+    }
+    config = {"sae": section, "llm": {"dimin": D_IN}, "data": {"dtype": "float32"}}
+    (folder / "conf.yaml").write_text(json.dumps(config))
+    sae = randomize(TemporalSAE(TemporalSAEConfig(**sizes)))
+    tensors = {{"W_dec": "D", "b_dec": "b"}.get(n, n): t for n, t in sae.state_dict().items()}
+    save_file(tensors, folder / "latest_ckpt.safetensors")
+    pretrained_sae_loaders.hf_hub_download = lambda repo_id, filename, **_: HERE / filename
+    fields, tensors, _ = pretrained_sae_loaders.temporal_sae_huggingface_loader(
+        "owner/name", "temporal/layer_12"
+    )
+    sae = TemporalSAE.from_dict(fields)
+    sae.load_state_dict(tensors)
+    keep("temporal/layer_12", x, sae.encode(x), sae(x))
+
+
 def sparsify():
     from sparsify.config import SparseCoderConfig
     from sparsify.sparse_coder import SparseCoder
@@ -511,7 +569,9 @@ if __name__ == "__main__":
         if folder.is_dir():
             shutil.rmtree(folder)
     with torch.no_grad():
-        for make in (sae_lens, sae_lens_training, sparsify, sparsify_of_2024, dictionary_learning):
+        for make in (sae_lens, sae_lens_training, sae_lens_temporal):
+            make()
+        for make in (sparsify, sparsify_of_2024, dictionary_learning):
             make()
         circuit_tracer()
         crosscoder_gemma_scope_2()

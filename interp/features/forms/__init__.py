@@ -25,6 +25,7 @@ from interp.features.forms import (
     sae_lens,
     saved,
     sparsify,
+    temporal,
 )
 from interp.features.transcoders import Transcoders
 
@@ -77,6 +78,7 @@ FORMS: Mapping[str, Form] = {
     ),
     "llama_scope": Form(("hyperparams.json", "checkpoints/final.safetensors"), llama_scope.read),
     "llama_scope_r1": Form(("config.json", "sae_weights.safetensors"), llama_scope.read_r1),
+    "temporal": Form(("conf.yaml", "latest_ckpt.*"), temporal.read),
     "saved": Form(("*.pt", "*.pth"), saved.read, single=True),
 }
 

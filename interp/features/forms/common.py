@@ -33,14 +33,18 @@ def json_of(path: Path) -> dict[str, Any]:
     return config
 
 
-def yaml_of(folder: Path) -> dict[str, Any]:
-    """Return the fields of `config.yaml` in a folder, or an empty dictionary if there is no such
+def yaml_of(folder: Path, name: str = "config.yaml") -> dict[str, Any]:
+    """Return the fields of a YAML file in a folder, or an empty dictionary if there is no such
     file.
+
+    Args:
+        folder: the folder.
+        name: the name of the file. Default: `config.yaml`.
 
     Raises:
         ValueError: if the file is no YAML file with named fields. The error names the file.
     """
-    path = folder / "config.yaml"
+    path = folder / name
     if not path.is_file():
         return {}
     yaml = library("yaml", "pyyaml")

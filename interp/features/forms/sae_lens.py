@@ -9,6 +9,7 @@ from torch import nn
 
 from interp.features.activations import Gated, JumpReLU, TopK
 from interp.features.dictionary import Dictionary, NormKind
+from interp.features.forms import temporal
 from interp.features.forms.common import (
     Weights,
     json_of,
@@ -53,6 +54,9 @@ def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
     place["writes"] = ours(about.get("hook_name_out")) if is_transcoder else place["reads"]
     if kind == "matching_pursuit":
         return _matching_pursuit(config, weights, norm_factor=norm_factor, place=place)
+    if kind == "temporal":
+        norm, factor = _norm(config, norm_factor)
+        return temporal.built(config, weights, norm=norm, factor=factor, place=place)
     skip = {"W_skip"} if "skip" in kind else set[str]()
     biases = {"b_gate", "r_mag", "b_mag"} if kind == "gated" else {"b_enc"}
     thresholds = weights.keys() & {"threshold", "log_threshold", "topk_threshold"}
@@ -139,6 +143,9 @@ def _norm(config: Mapping[str, Any], norm_factor: float | None) -> tuple[NormKin
                 "they are tied"
             )
         return "none", norm_factor
+    if name == "constant_scalar_rescale" and config.get("architecture") == "temporal":
+        no_factor(norm_factor)
+        return "none", config.get("activation_normalization_factor", 1.0)
     norms: dict[str, NormKind] = {
         "none": "none",
         "constant_norm_rescale": "constant_norm_rescale",

@@ -1,0 +1,288 @@
+"""Temporal dictionaries, which predict a part of each vector from earlier positions.
+
+1. A code of each vector is computed: `relu(x @ W_enc)`.
+2. Attention over the codes of earlier positions predicts a code. The decoder writes it as a vector.
+3. The projection of x on this vector is the prediction, and x minus the projection is the rest.
+   Each further layer of attention predicts a part of the rest.
+4. The features are the nonlinearity of `rest @ W_enc`.
+5. The output is the decoded features plus the predictions.
+
+The method is described in "Priors in Time" (Lubana et al. 2025, arXiv 2511.01836). The features of
+a position depend on all earlier positions, so a temporal dictionary reads whole texts and not
+single rows.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from hooks import position_offset
+from hooks.base import piece_read, shown, to_device
+from interp.features.activations import Features
+from interp.features.dictionary import Dictionary
+
+Values = Float[Tensor, "*rows d_in"]
+Texts = Float[Tensor, "batch pos d_in"]
+Mask = Bool[Tensor, "batch pos"] | None
+
+
+class ContextAttention(nn.Module):
+    """Attention from the code of each position to the codes of all earlier positions.
+
+    Index t of the keys and values contains the code of position t - 1, and index 0 contains zeros.
+
+    Args:
+        W_Q, W_K, W_V: the maps from codes to queries, keys and values of all heads,
+            [feature, head · d]. Keys and values may have different sizes.
+        W_O: the map from the values of all heads to a code, [head · d, feature].
+        b_Q, b_K, b_V, b_O: the biases.
+        n_heads: the number of heads.
+
+    >>> one, zero = torch.ones(1, 1), torch.zeros(1)
+    >>> weights = dict(W_Q=one, W_K=one, W_V=one, W_O=one, b_Q=zero, b_K=zero, b_V=zero, b_O=zero)
+    >>> ContextAttention(**weights, n_heads=1)(torch.tensor([[[0.0], [3.0], [5.0]]])).flatten()
+    tensor([0.0000, 0.0000, 3.0000])
+    """
+
+    W_Q: Tensor
+    W_K: Tensor
+    W_V: Tensor
+    W_O: Tensor
+    b_Q: Tensor
+    b_K: Tensor
+    b_V: Tensor
+    b_O: Tensor
+
+    def __init__(
+        self,
+        W_Q: Float[Tensor, "feature d_query"],
+        W_K: Float[Tensor, "feature d_query"],
+        W_V: Float[Tensor, "feature d_value"],
+        W_O: Float[Tensor, "d_value feature"],
+        b_Q: Float[Tensor, " d_query"],
+        b_K: Float[Tensor, " d_query"],
+        b_V: Float[Tensor, " d_value"],
+        b_O: Float[Tensor, " feature"],
+        n_heads: int,
+    ) -> None:
+        super().__init__()
+        if W_Q.shape[1] % n_heads or W_V.shape[1] % n_heads:
+            raise ValueError(
+                f"n_heads must divide the sizes of queries and values; got {n_heads} for "
+                f"{W_Q.shape[1]} and {W_V.shape[1]}"
+            )
+        weights = {"W_Q": W_Q, "W_K": W_K, "W_V": W_V, "W_O": W_O}
+        for name, weight in (weights | {"b_Q": b_Q, "b_K": b_K, "b_V": b_V, "b_O": b_O}).items():
+            self.register_buffer(name, weight)
+        self.n_heads = n_heads
+
+    def extra_repr(self) -> str:
+        """The number of heads, for the printed module."""
+        return f"n_heads={self.n_heads}"
+
+    def forward(self, codes: Float[Tensor, "batch pos feature"]) -> Tensor:
+        """Return the predicted codes, before their ReLU."""
+        earlier = pad(codes[:, :-1], (0, 0, 1, 0))
+        q = self._heads(codes @ self.W_Q + self.b_Q)
+        k = self._heads(earlier @ self.W_K + self.b_K)
+        v = self._heads(earlier @ self.W_V + self.b_V)
+        z = scaled_dot_product_attention(q, k, v, is_causal=True)
+        return rearrange(z, "batch head pos d -> batch pos (head d)") @ self.W_O + self.b_O
+
+    def _heads(self, values: Float[Tensor, "batch pos size"]) -> Float[Tensor, "batch head pos d"]:
+        """Return values with an axis of heads."""
+        return rearrange(values, "batch pos (head d) -> batch head pos d", head=self.n_heads)
+
+
+class TemporalDictionary(Dictionary):
+    """A dictionary that predicts a part of each vector from earlier positions, and whose features
+    encode the rest.
+
+    It reads whole texts, [batch pos d_in]. Padding changes nothing: each text of a batch has the
+    features that it has alone. In a run of a model, the padding of the texts is known. In other
+    calls, give the mask: `dictionary.encode(x, mask)`.
+
+    Args:
+        W_enc: the encoder of codes and features, [d_in feature].
+        W_dec: the decoder, [feature d_in].
+        b_dec: the bias of the output.
+        activation: the nonlinearity of the features.
+        attention: the layers that predict.
+        eps: the number that is added to the length of a predicted vector before the division by
+            this length. Default: 1e-6.
+        settings: `subtracts_b_dec`, `norm` and the keywords of `Origin`; see `Dictionary`.
+
+    >>> eye, zero = torch.eye(2), torch.zeros(2)
+    >>> weights = dict(W_Q=eye, W_K=eye, W_V=eye, W_O=eye, b_Q=zero, b_K=zero, b_V=zero, b_O=zero)
+    >>> dictionary = TemporalDictionary(
+    ...     W_enc=eye,
+    ...     W_dec=eye,
+    ...     b_dec=zero,
+    ...     activation=nn.ReLU(),
+    ...     attention=[ContextAttention(**weights, n_heads=1)],
+    ... )
+    >>> x = torch.tensor([[[2.0, 0.0], [2.0, 3.0]]])
+    >>> dictionary.encode(x).round(decimals=3)  # the second position repeats the 2
+    tensor([[[2., 0.],
+             [0., 3.]]])
+    >>> dictionary(x).round(decimals=3).equal(x)
+    True
+    """
+
+    def __init__(
+        self,
+        W_enc: Float[Tensor, "d_in feature"],
+        W_dec: Float[Tensor, "feature d_in"],
+        b_dec: Float[Tensor, " d_in"],
+        activation: nn.Module,
+        attention: Sequence[ContextAttention],
+        eps: float = 1e-6,
+        **settings: Any,
+    ) -> None:
+        super().__init__(
+            W_enc=W_enc,
+            W_dec=W_dec,
+            b_enc=W_dec.new_zeros(len(W_dec)),
+            b_dec=b_dec,
+            activation=activation,
+            **settings,
+        )
+        self.attention = nn.ModuleList(attention)
+        self.eps = eps
+
+    def pre_activations(self, x: Values) -> Features:
+        """Return the pre-activations of the features, the encoded rests.
+
+        Raises:
+            ValueError: if `x` is no tensor [batch, pos, d_in], its mask has another shape, or the
+                run reads only a piece of its texts.
+        """
+        return self._split(x)[0] @ self.W_enc
+
+    def encode(self, x: Values, mask: Mask = None) -> Features:
+        """Return the features of each position, in the dtype of the dictionary.
+
+        Args:
+            x: the values of whole texts.
+            mask: True at real tokens. Default: the mask of the current run; outside of a run, all
+                tokens are real.
+
+        Raises:
+            ValueError: see `pre_activations`.
+        """
+        with _texts_with(mask):
+            return super().encode(x)
+
+    def decode(self, features: Features, x: Values | None = None, mask: Mask = None) -> Texts:
+        """Return the output for some features: the decoded features plus the prediction.
+
+        Args:
+            features: the features.
+            x: the input of the dictionary, from which the prediction is computed.
+            mask: see `encode`.
+
+        Raises:
+            ValueError: if `x` is missing; see also `pre_activations`.
+        """
+        if x is None:
+            raise ValueError(
+                "decode needs x, the input, because a temporal dictionary adds a prediction; "
+                "write(features, x) returns the decoded features alone"
+            )
+        with _texts_with(mask):
+            return super().decode(features, x)
+
+    def forward(self, x: Values, mask: Mask = None) -> Texts:
+        """Return the reconstruction of `x`; see `encode` for the arguments."""
+        return self.decode(self.encode(x, mask), x, mask)
+
+    def bypass(self, x: Texts) -> Texts:
+        """Return the prediction, the part of the output that does not depend on the features."""
+        return self._in_units_of(x, self._split(x)[1])
+
+    @property
+    def offset(self) -> Float[Tensor, " feature"]:
+        """Raise an error, because the prediction is different at each position."""
+        raise ValueError(
+            "a temporal dictionary has no single offset, because its features also depend on "
+            "earlier positions"
+        )
+
+    def with_unit_decoder(self) -> Dictionary:
+        """Raise an error, because attention reads the codes, so their lengths matter."""
+        raise ValueError(
+            "with_unit_decoder needs a dictionary that reads single positions; got a temporal "
+            "dictionary"
+        )
+
+    def _with(self, **changes: Any) -> Dictionary:
+        """Raise an error, because the weights belong to the attention too."""
+        raise ValueError(f"{', '.join(changes)} of a temporal dictionary cannot be changed")
+
+    def _split(self, x: Values) -> tuple[Texts, Texts]:
+        """Return the rest of the input and the prediction, both normalized as `norm` says."""
+        real = self._mask_of(x)
+        rest = self._normed(x.to(self.W_enc.dtype))
+        if self.subtracts_b_dec:
+            rest = rest - self.b_dec
+        if real is None:
+            return self._predicted(rest)
+        # Move the real tokens of each text to its start. The layers are causal, so padding
+        # after these tokens changes nothing.
+        order = (~real).to(torch.uint8).argsort(dim=1, stable=True)
+        rest, prediction = self._predicted(_moved(rest.where(real[..., None], 0.0), order))
+        back = order.argsort(dim=1)
+        return _moved(rest, back), _moved(prediction, back)
+
+    def _predicted(self, rest: Texts) -> tuple[Texts, Texts]:
+        """Return the rest and the sum of the predictions of all layers."""
+        prediction = torch.zeros_like(rest)
+        for layer in self.attention:
+            vector = layer((rest @ self.W_enc).relu()).relu() @ self.W_dec
+            length = vector.norm(dim=-1, keepdim=True) + self.eps
+            part = vector * (vector * rest).sum(-1, keepdim=True) / length.square()
+            prediction = prediction + part
+            rest = rest - part
+        return rest, prediction
+
+    def _mask_of(self, x: object) -> Mask:
+        """Return the mask of the texts that a run reads, or None if all tokens are real.
+
+        Raises:
+            ValueError: see `pre_activations`.
+        """
+        piece = piece_read()
+        if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != self.d_in:
+            raise ValueError(
+                f"a temporal dictionary must read whole texts, [batch, pos, {self.d_in}], because "
+                f"its features depend on earlier positions; got {shown(x)}"
+            )
+        if piece.start:
+            raise ValueError(
+                "a temporal dictionary must read whole texts; got a run from position "
+                f"{piece.start} on; run the model without a key-value cache"
+            )
+        if piece.real is None:
+            return None
+        if piece.real.shape != x.shape[:2]:
+            raise ValueError(
+                f"the mask of a temporal dictionary must have the shape {[*x.shape[:2]]} of its "
+                f"texts; got {[*piece.real.shape]}"
+            )
+        return to_device(piece.real.bool(), x.device)
+
+
+def _texts_with(mask: Mask) -> AbstractContextManager[None]:
+    """Return a `with` in which texts have a mask. Without a mask, the mask of the run stays."""
+    return nullcontext() if mask is None else position_offset(None, mask)
+
+
+def _moved(values: Texts, order: Int[Tensor, "batch pos"]) -> Texts:
+    """Return the positions of each text in another order."""
+    return values.gather(1, order[..., None].expand_as(values))
