@@ -34,6 +34,7 @@ from interp.features import load_transcoders as load_transcoders
 from interp.features import splice as splice
 from interp.graph import circuits as circuits
 from interp.graph.circuit import Circuit as Circuit
+from interp.json_form import as_json as as_json
 from interp.many.over import over_examples as over_examples
 from interp.measuring import Metric as Metric
 from interp.measuring import measure as measure

@@ -22,6 +22,7 @@ from hooks import HookedRunner, HookError
 from hooks.base import Text, progress_bar, without_gradients, writer_of
 from interp import plots
 from interp.effects.patching import activation_patching
+from interp.json_form import form
 from interp.measuring import Metric
 from interp.metrics import log_prob
 from interp.pairs.pairs import Pairs
@@ -92,6 +93,20 @@ class Report:
     summary: str
     results: Mapping[str, Any]
     view: View
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all tables of the page in the JSON form of all results; see `interp.json_form`.
+
+        The names of the tables begin with the headings. Pictures of attention patterns and of the
+        loss are left out.
+        """
+        tables = {}
+        for heading, result in self.results.items():
+            if not isinstance(result, View):
+                of_result = result.as_json()["tables"]
+                tables |= {f"{heading}.{name}": table for name, table in of_result.items()}
+        listed = form("Report", {}, {"summary": self.summary.splitlines()})
+        return {**listed, "tables": tables}
 
 
 @without_gradients

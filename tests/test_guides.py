@@ -3,7 +3,9 @@
 import json
 import re
 import warnings
+from importlib import import_module
 from importlib.util import find_spec
+from inspect import isfunction
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,7 @@ NEEDS = {
     "your_model": "peft",
 }
 SLOW = {"hugging_face", "published_model", "what_did_this_lora_learn", "why_that_answer"}
-SLOW |= {"attribution_graphs", "circuits", "claims", "experts", "induction"}
+SLOW |= {"attribution_graphs", "circuits", "claims", "experts", "induction", "programs"}
 
 
 def guides():
@@ -72,6 +74,21 @@ def test_a_notebook_shows_its_outputs_everywhere(path):
         assert "text/html" not in output.get("data", {})
         is_picture = "View of" in "".join(output.get("data", {}).get("text/plain", ""))
         assert not is_picture or "image/png" in output["data"]
+
+
+# Modules whose functions are all in the recipes.
+VERBS = ("interp", "interp.features", "interp.directions", "interp.alignment", "interp.spectral")
+VERBS += ("interp.store", "interp.diffing", "interp.attribution_graphs")
+
+
+@pytest.mark.parametrize("module", VERBS)
+def test_the_recipes_call_every_function(module):
+    text = (GUIDES / "recipes.md").read_text("utf-8")
+    functions = vars(import_module(module))["__all__"]
+    functions = [name for name in functions if isfunction(getattr(import_module(module), name))]
+    assert functions
+    for name in functions:
+        assert re.search(rf"\b{name}\(", text), name
 
 
 def links():

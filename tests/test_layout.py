@@ -52,7 +52,7 @@ def test_imports_go_one_way():
 
 # The files and packages of `interp`. Each imports only earlier entries, and a package also its own
 # files.
-INTERP = """shadowed transformer_lens hints numbers kinds plots protocol inputs measuring metrics pairs edits results graph runs
+INTERP = """shadowed transformer_lens hints numbers kinds json_form plots protocol inputs measuring metrics pairs edits results graph runs
     spectral reading features effects store many directions diffing alignment attribution_graphs steps claims report cli __main__""".split()
 # In these packages, only these files may be imported by other files of the package.
 FLAT = {
@@ -190,7 +190,7 @@ PUBLIC = {
         center chat config_of detach evaluate fold_norms from_hf from_transformer_lens generate generate_text load load_tokenizer
         next_token_loss register row_generator sample_batch save scaled_dot_product_attention train_test_split
         generate_steps train skip_token_checks verify""",
-    "interp": """Circuit Claim FactoredMatrix JacobianLens LanguageModel Metric Pairs Result Steps suppressed receiver_heads resampled
+    "interp": """Circuit Claim as_json FactoredMatrix JacobianLens LanguageModel Metric Pairs Result Steps suppressed receiver_heads resampled
         TunedLens accumulated_logits accuracy activation_patching apply_norm
         acdc attribution_graph attribution_patching circuit_auroc circuits compare_effects compare_models completeness composition_scores
         copying_scores cross_entropy circuit_curve decompose direct_logit_attribution

@@ -32,6 +32,7 @@ from interp.alignment.fitting import Fit
 from interp.alignment.runs import InterchangeRuns, Scores
 from interp.features.places import warn_of_place
 from interp.inputs.copies import numbered
+from interp.json_form import Table, form
 from interp.numbers.intervals import interval_text
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.results.result import Result
@@ -102,6 +103,21 @@ class Alignment(plots.Shown):
     losses: Mapping[tuple[str, Any], tuple[float, ...]]
 
     is_plot = True
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the accuracy, the metric and the losses, in the JSON form of all results; see
+        `interp.json_form`.
+        """
+        labels = {"place": [f"{point}, pos {pos}" for point, pos in self.featurizers]}
+        parts = [repr(part) for part in self.featurizers.values()]
+        losses = Table([*self.losses.values()], "place epoch", "nats", labels)
+        tables = {
+            **self.accuracy.tables("accuracy"),
+            **self.metric.tables("metric"),
+            "losses": losses,
+            "part": Table(parts, "place", labels=labels),
+        }
+        return form("Alignment", tables, self.accuracy.about)
 
     def view(self) -> plots.View:
         """Return a view of the accuracies."""

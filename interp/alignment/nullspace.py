@@ -18,6 +18,7 @@ answer through a path that the model never uses.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -27,6 +28,7 @@ from hooks.base import is_rounding, without_gradients
 from interp.alignment.featurizers import Featurizer
 from interp.alignment.runs import InterchangeRuns
 from interp.edits.subspaces import orthonormal
+from interp.json_form import Table, form
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.results.result import Result
 from interp.runs.runs import Runs
@@ -100,6 +102,18 @@ class NullSpaces:
         base = self.effects.base
         has_effect = base is None or not is_rounding(whole + base, base).all()
         return float(1 - (left * whole).sum() / whole.square().sum()) if has_effect else math.nan
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the effects and the two shares, in the JSON form of all results; see
+        `interp.json_form`.
+        """
+        tables = {
+            **self.effects.tables("effects"),
+            "dormant": Table(self.dormant, unit="share of the effect"),
+            "unread": Table(self.unread, unit="share of the effect"),
+            "is_suspect": Table(self.is_suspect),
+        }
+        return form("NullSpaces", tables, self.effects.about)
 
     def __repr__(self) -> str:
         if math.isnan(self.dormant):

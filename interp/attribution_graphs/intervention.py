@@ -23,6 +23,7 @@ from hooks.base import at_least_float32, to_device, without_gradients
 from interp import edits
 from interp.attribution_graphs.frozen import FrozenRun
 from interp.attribution_graphs.targets import LogitTerms
+from interp.json_form import Table, form
 from interp.numbers.intervals import interval_text
 from interp.numbers.precision import finite, like
 
@@ -82,6 +83,20 @@ class Intervention:
         """The predicted and the true change of each node with a predicted change."""
         moved = self.predicted != 0
         return torch.stack([self.predicted[moved], self.true[moved]]).cpu()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all changes and the correlation, in the JSON form of all results; see
+        `interp.json_form`.
+        """
+        labels = {"node": self.nodes, "changed": [*self.changed], "value": ["before", "after"]}
+        changed = [[*values] for values in self.changed.values()]
+        low, high = self.interval
+        tables = {"changed": Table(changed, "changed value", "value of the feature", labels)}
+        for name in ("direct", "predicted", "by_attention", "true", "patterns_held", "scales_held"):
+            tables[name] = Table(getattr(self, name), "node", "unit of the node", labels)
+        for name, number in (("mean", self.correlation), ("low", low), ("high", high)):
+            tables[f"correlation.{name}"] = Table(number, unit="correlation")
+        return form("Intervention", tables)
 
     def __repr__(self) -> str:
         low, high = self.interval

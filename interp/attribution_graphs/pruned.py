@@ -16,6 +16,7 @@ from hooks.base import storage, strict_json, unknown_name
 from interp import plots
 from interp.attribution_graphs import influence, neuronpedia
 from interp.attribution_graphs.nodes import AttentionCell, Link, Node
+from interp.json_form import Table, columns, form
 
 
 @dataclass(repr=False)
@@ -137,6 +138,29 @@ class PrunedGraph(plots.Shown):
         """Return a view of the nodes and links, with the strongest paths first."""
         return plots.attribution(self)
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the nodes, the links and all scores in the JSON form of all results; see
+        `interp.json_form`.
+
+        The weight of a link is in the unit of its target: its logit, or its pre-activation if it is
+        a feature. `neuronpedia` returns the graph in the format of Neuronpedia.
+        """
+        units = {
+            "activation": "value of the feature",
+            "probability": "probability",
+            "influence": "share of influence",
+        }
+        tables = {"tokens": Table([*self.tokens], "pos")}
+        tables |= columns("node", self.nodes, " ".join(Node._fields), units)
+        tables |= columns("link", self.links, " ".join(Link._fields), {"weight": "unit of target"})
+        cell_units = {"weight": "unit of target", "pattern": "share of attention"}
+        tables |= columns("cell", self.cells, " ".join(AttentionCell._fields), cell_units)
+        for name, score in self.scores.items():
+            tables[name] = Table(score, unit="share")
+        about = {"node_threshold": self.node_threshold, **self.about}
+        about |= {"supernodes": self.supernodes, "pins": self.pins}
+        return form("PrunedGraph", tables, about)
+
     def __repr__(self) -> str:
         kinds = Counter(node.kind for node in self.nodes)
         counts = ", ".join(f"{kind} {count}" for kind, count in kinds.items())
@@ -147,7 +171,7 @@ class PrunedGraph(plots.Shown):
             f"{counts}{heads}{scores}"
         )
 
-    def as_json(self, slug: str, scan: str) -> dict[str, Any]:
+    def neuronpedia(self, slug: str, scan: str) -> dict[str, Any]:
         """Return the graph in Neuronpedia's format. NaN and infinity at nodes become None.
 
         The nodes of a graph that was loaded from a file have the names of this file, unless a node
@@ -222,7 +246,7 @@ class PrunedGraph(plots.Shown):
 
         Args:
             directory: the directory of the file, which is created if it does not exist.
-            slug, scan: see `as_json`.
+            slug, scan: see `neuronpedia`.
 
         Raises:
             ValueError: if the slug is not the name of a file in the directory, an existing
@@ -233,7 +257,7 @@ class PrunedGraph(plots.Shown):
         if Path(slug).name != slug or "\\" in slug or slug in ("", "..", "graph-metadata"):
             raise ValueError(f"slug must be a name of a file without a folder; got {slug!r}")
         path = Path(directory) / f"{slug}.json"
-        data = self.as_json(slug, scan)
+        data = self.neuronpedia(slug, scan)
         path.parent.mkdir(parents=True, exist_ok=True)
         index = path.with_name("graph-metadata.json")
         with _errors_of(index):

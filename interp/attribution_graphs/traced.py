@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -22,6 +22,7 @@ from interp.attribution_graphs.intervention import Intervention
 from interp.attribution_graphs.nodes import AttentionCell, Link, Node, sources
 from interp.attribution_graphs.pruned import PrunedGraph
 from interp.attribution_graphs.targets import LogitTerms, promoted_tokens
+from interp.json_form import plain
 from interp.reading.attending import AskedPlace
 from interp.results.result import Result
 
@@ -250,7 +251,10 @@ class AttributionGraph(plots.Shown):
         lost = self.rows[row, column] - without_each_head(self.run, self._targets(row), column)
         about = {"source": source, "target": target}
         return Result(
-            lost[..., None].cpu(), ("layer", "head", "example"), unit="effect", about=about
+            lost[..., None].cpu(),
+            ("layer", "head", "example"),
+            unit="unit of the target",
+            about=about,
         )
 
     @without_gradients
@@ -346,6 +350,19 @@ class AttributionGraph(plots.Shown):
             return self.run.of_features(self.column[row : row + 1])
         terms = self.terms.of(row, row + 1)
         return self.run.of_logits(terms.weights, terms.pos)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the nodes and links of `pruned()`, and the scores of the whole graph, in the JSON
+        form of all results; see `interp.json_form`.
+        """
+        about = {
+            "features": len(self.run.layer),
+            "explained": int((self.column >= 0).sum()),
+            "gap": self.gap,
+            "attention_gap": self.attention_gap,
+        }
+        pruned = self.pruned().as_json()
+        return {**pruned, "kind": "AttributionGraph", "about": plain({**pruned["about"], **about})}
 
     def __repr__(self) -> str:
         explained = int((self.column >= 0).sum())

@@ -163,7 +163,7 @@ class CircuitContent(Content):
         """Return facts about the metric and its base."""
         return trial.behaviour.about()
 
-    def as_json(self) -> dict[str, Any]:
+    def packed(self) -> dict[str, Any]:
         """Return the content as JSON types."""
         facts = asdict(self)
         return {

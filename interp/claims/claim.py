@@ -42,6 +42,7 @@ from interp.claims.verdict import Test, Verdict
 from interp.directions.direction import Direction
 from interp.features.dictionary import Dictionary
 from interp.graph.circuit import Circuit
+from interp.json_form import Table, form
 from interp.kinds import require_made
 from interp.pairs.pairs import Pairs
 
@@ -468,7 +469,31 @@ class Claim(plots.Shown):
         return {**facts, **self.content.about(trial)}
 
     def as_json(self) -> dict[str, Any]:
-        """Return the claim as JSON types, as `save` writes it."""
+        """Return the statement and the promised numbers in the JSON form of all results; see
+        `interp.json_form`.
+
+        This is a summary. The file of `save` contains the whole claim in another form, which `load`
+        reads.
+        """
+        promised = self.content.packed()["promised"]
+        n_test = 0 if self.test is None else len(self.test.clean)
+        tables = {
+            "promised": Table([*promised.values()], "promise", labels={"promise": [*promised]}),
+            "n_pairs": Table(len(self.pairs.clean), unit="pairs"),
+            "n_test": Table(n_test, unit="pairs"),
+        }
+        about = {
+            "says": self.says,
+            "kind": self.content.kind,
+            "object": self.content.title,
+            "model": asdict(self.model),
+            "versions": self.versions,
+            "seeds": self.seeds,
+        }
+        return form("Claim", tables, about)
+
+    def packed(self) -> dict[str, Any]:
+        """Return the claim as JSON types, as `save` writes it to a file."""
         return {
             "format": _FORMAT,
             "kind": self.content.kind,
@@ -476,9 +501,9 @@ class Claim(plots.Shown):
             "model": asdict(self.model),
             "versions": dict(self.versions),
             "seeds": self.seeds,
-            "pairs": self.pairs.as_json(),
-            "test": None if self.test is None else self.test.as_json(),
-            "content": self.content.as_json(),
+            "pairs": self.pairs.packed(),
+            "test": None if self.test is None else self.test.packed(),
+            "content": self.content.packed(),
         }
 
     @classmethod
@@ -529,13 +554,13 @@ class Claim(plots.Shown):
 
     def _save(self, path: Path) -> None:
         """Write the claim as strict JSON."""
-        written = strict_json.dumps(self.as_json(), indent=1, ensure_ascii=False)
+        written = strict_json.dumps(self.packed(), indent=1, ensure_ascii=False)
         with storage.replacing(path) as partial:
             partial.write_text(written + "\n", encoding="utf-8")
 
     def __repr__(self) -> str:
         n_test = 0 if self.test is None else len(self.test.clean)
-        promised: Mapping[str, Any] = self.content.as_json()["promised"]
+        promised: Mapping[str, Any] = self.content.packed()["promised"]
         numbers = ", ".join(f"{name} {value}" for name, value in promised.items())
         lines = [
             f"Claim: {self.says:.90}",

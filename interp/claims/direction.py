@@ -180,7 +180,7 @@ class DirectionContent(Content):
         unit = getattr(runs.metric, "unit", "") or "no unit"
         return {"metric": f"{runs.metric!r}, in {unit}; base: the model without the direction"}
 
-    def as_json(self) -> dict[str, Any]:
+    def packed(self) -> dict[str, Any]:
         """Return the content as JSON types."""
         return {
             "vectors": {name: [*vector] for name, vector in self.vectors.items()},

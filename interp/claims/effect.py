@@ -172,7 +172,7 @@ class EffectContent(Content):
         """Return facts about the metric and its base."""
         return trial.behaviour.about()
 
-    def as_json(self) -> dict[str, Any]:
+    def packed(self) -> dict[str, Any]:
         """Return the content as JSON types."""
         return {
             "axis": self.axis,

@@ -121,7 +121,7 @@ class StoredPairs:
         )
         return pairs.read_by(model)
 
-    def as_json(self) -> dict[str, Any]:
+    def packed(self) -> dict[str, Any]:
         """Return the pairs as JSON types."""
         return {
             "clean": listed(self.clean),
@@ -137,7 +137,7 @@ class StoredPairs:
         """Return pairs from JSON types.
 
         Args:
-            value: the result of `as_json`.
+            value: the result of `packed`.
             path: the path of the pairs in the file, for errors.
 
         Raises:

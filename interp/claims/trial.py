@@ -80,7 +80,7 @@ class Content:
         """Return facts about the measurement by name, such as the metric and its base."""
         raise NotImplementedError
 
-    def as_json(self) -> dict[str, Any]:
+    def packed(self) -> dict[str, Any]:
         """Return the content as JSON types. The field `promised` contains the numbers."""
         raise NotImplementedError
 
@@ -89,7 +89,7 @@ class Content:
         """Return the content from JSON types.
 
         Args:
-            value: the result of `as_json`.
+            value: the result of `packed`.
             path: the path of the content in the file, for errors.
 
         Raises:

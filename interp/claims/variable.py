@@ -99,7 +99,7 @@ class VariableContent(Content):
         """Return facts about the measurement."""
         return {"metric": "1 if the answer is right, otherwise 0; base: the corrupted run"}
 
-    def as_json(self) -> dict[str, Any]:
+    def packed(self) -> dict[str, Any]:
         """Return the content as JSON types."""
         facts: dict[str, Any] = {name: getattr(self, name) for name in _FACTS}
         return {**facts, "promised": {"accuracy": self.accuracy}}

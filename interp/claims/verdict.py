@@ -7,13 +7,12 @@
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from hooks.base import storage, strict_json
 from interp import plots
+from interp.json_form import Table, columns, form
 from interp.results.result import Result
 
 Status = Literal["holds", "cannot tell", "fails"]
@@ -184,28 +183,19 @@ class Verdict(plots.Shown):
         return by_name[name]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the verdict as JSON types. NaN and infinity become None."""
-        facts = {
-            "status": self.status,
-            "says": self.says,
-            "about": dict(self.about),
-            "tests": [asdict(test) for test in self.tests],
-        }
-        return dict(strict_json.finite(facts))
+        """Return the status and a row for each test, in the JSON form of all results; see
+        `interp.json_form`.
+        """
+        names = [test.name for test in self.tests]
+        fields = "status promised measured low high unit note"
+        tables = {"status": Table(self.status)}
+        tables |= columns("test", self.tests, fields, labels=names)
+        return form("Verdict", tables, {"says": self.says, **self.about})
 
     def view(self) -> plots.View:
         """Return a view of the table."""
         title, *lines = repr(self).splitlines()
         return plots.View(title, [], says=lines)
-
-    def _writers(self) -> dict[str, Callable[[Path], object]]:
-        """Return the functions that `save` can call, by suffix."""
-        return {**super()._writers(), ".json": self._save_json}
-
-    def _save_json(self, path: Path) -> None:
-        """Write the verdict as JSON, which cannot be loaded again."""
-        with storage.replacing(path) as partial:
-            partial.write_text(strict_json.dumps(self.as_json(), indent=1), encoding="utf-8")
 
     def __repr__(self) -> str:
         lines = [f"Verdict: {self.status}, the worst of {len(self.tests)} tests"]

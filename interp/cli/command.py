@@ -17,6 +17,7 @@ import torch
 from hooks import HookError, __version__
 from hooks.base import strict_json
 from interp.cli.common import OPTIONS, add_options, require_one_format
+from interp.json_form import form
 from interp.shadowed import require_own
 
 
@@ -91,5 +92,5 @@ def _versions(as_json: bool) -> str:
     versions["device"] = torch.cuda.get_device_name() if is_cuda else "cpu"
     versions["system"] = platform.platform()
     if as_json:
-        return strict_json.dumps(versions, indent=2)
+        return strict_json.dumps(form("Versions", {}, versions), indent=2)
     return ", ".join(f"{name} {version}" for name, version in versions.items())

@@ -56,18 +56,23 @@ def text_of(options: argparse.Namespace) -> str:
         raise ValueError(f"{options.text_file} must be text in UTF-8; {error.reason}") from None
 
 
-def print_or_write(options: argparse.Namespace, text: str, data: Any) -> None:
+def in_format(text: str, data: Mapping[str, Any], *, is_json: bool) -> str:
+    """Return the output as text or as JSON; see `print_or_write`."""
+    return strict_json.dumps(data, ensure_ascii=False) if is_json else text
+
+
+def print_or_write(options: argparse.Namespace, text: str, data: Mapping[str, Any]) -> None:
     """Write the text, or the data as JSON, to the terminal or the file.
 
-    The output is JSON with `--json`, or if `--out` ends in `.json`. NaN and infinity become null.
+    The output is JSON with `--json`, or if `--out` ends in `.json`.
 
     Args:
         options: the options of the command.
         text: the output as text.
-        data: the output as JSON types.
+        data: the output in the JSON form of all results; see `interp.json_form`.
     """
     is_json = options.json or Path(options.out or "").suffix.lower() == ".json"
-    output = strict_json.dumps(strict_json.finite(data), ensure_ascii=False) if is_json else text
+    output = in_format(text, data, is_json=is_json)
     if options.out is None:
         print(output)
         return

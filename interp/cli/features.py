@@ -39,4 +39,4 @@ def run(options: argparse.Namespace) -> None:
         largest = values.flatten(0, 1).amax(0)
         chosen = largest.topk(min(options.top, len(largest))).indices.tolist()
     cards = feature_cards(model, placed, texts=[text], features=chosen, reads=options.reads)
-    print_or_write(options, repr(cards), [card.to_neuronpedia() for card in cards])
+    print_or_write(options, repr(cards), cards.as_json())

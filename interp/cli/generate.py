@@ -10,6 +10,7 @@ from interp.cli.common import model_of, print_or_write, text_of
 from interp.cli.edits import parsed
 from interp.directions import Direction
 from interp.edits.edit import Edit
+from interp.json_form import Table, form
 from interp.protocol import of
 
 
@@ -43,7 +44,8 @@ def run(options: argparse.Namespace) -> None:
                 rows = model.generate(tokens, max_new_tokens=options.tokens, **settings)
             text = language.to_text(rows[0])
     about = {"edits": options.edit, "steered by": options.steer}
-    print_or_write(options, text, {"prompt": prompt, "text": text, **about})
+    texts = {"prompt": Table(prompt), "text": Table(text)}
+    print_or_write(options, text, form("Generated", texts, about))
 
 
 def _steering(text: str) -> list[tuple[str, Edit]]:

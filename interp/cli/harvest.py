@@ -1,8 +1,9 @@
 """The command `harvest`: write activations of a corpus to a store, as one of several jobs."""
 
 import argparse
+from typing import Any
 
-from interp.cli.common import model_of
+from interp.cli.common import in_format, model_of
 
 
 def run(options: argparse.Namespace) -> None:
@@ -26,6 +27,7 @@ def run(options: argparse.Namespace) -> None:
     model = model_of(options, trained=True)
     arguments = (model, options.texts, options.point, options.out)
     if options.plan:
-        print(plan(*arguments, **settings))
+        written: Any = plan(*arguments, **settings)
     else:
-        print(harvest(*arguments, shard=(int(job), int(jobs)), **settings))
+        written = harvest(*arguments, shard=(int(job), int(jobs)), **settings)
+    print(in_format(repr(written), written.as_json(), is_json=options.json))

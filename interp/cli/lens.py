@@ -30,10 +30,4 @@ def run(options: argparse.Namespace) -> None:
     for name, tokens, of_layer in zip(names, best, chances, strict=True):
         cells = (f"{tokens[pos][0]!r:>{width}} {float(of_layer[pos, 0]):4.2f}" for pos in columns)
         rows.append(name.ljust(12) + "".join(cells))
-    data = {
-        "tokens": pieces,
-        "streams": names,
-        "likeliest": best,
-        "probabilities": chances.tolist(),
-    }
-    print_or_write(options, "\n".join(rows) + "\nnumbers are probabilities", data)
+    print_or_write(options, "\n".join(rows) + "\nnumbers are probabilities", readout.as_json())

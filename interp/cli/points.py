@@ -4,10 +4,11 @@ import argparse
 
 from hooks import HookedRunner
 from interp.cli.common import model_of, print_or_write
+from interp.json_form import columns, form
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the table of points, or each point with its axes."""
     runner = HookedRunner(model_of(options, trained=False))
-    data = [{"name": name, "axes": [*point.axes]} for name, point in runner.points.items()]
-    print_or_write(options, runner.table(), data)
+    points = columns("point", [*runner.points.values()], "name axes")
+    print_or_write(options, runner.table(), form("Points", points))

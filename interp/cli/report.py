@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from interp.cli.common import STREAMS, model_of, replacing
+from interp.cli.common import STREAMS, in_format, model_of, replacing
 
 if TYPE_CHECKING:
     from models import Transformer
@@ -33,8 +33,9 @@ def run(options: argparse.Namespace) -> None:
         html = result.view.html()
         page.write(html)
     summary = f"{result.summary}\n\nwrote {options.out} ({len(html.encode()) / 1e6:.1f} MB)"
+    output = in_format(summary, result.as_json(), is_json=options.json)
     # If the page goes to standard output, print the summary to standard error.
-    print(summary, file=sys.stderr if options.out.startswith(STREAMS) else sys.stdout)
+    print(output, file=sys.stderr if options.out.startswith(STREAMS) else sys.stdout)
 
 
 def _prompts(

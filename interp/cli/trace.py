@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> None:
         plots.attribution(pruned).save(page)
         text += f"\nwrote {page} and {written}"
     options.out = None
-    print_or_write(options, text, pruned.as_json(options.slug, Path(options.model).name))
+    print_or_write(options, text, pruned.as_json())
 
 
 def _targets(texts: list[str] | None) -> int | str | list[str]:

@@ -36,6 +36,7 @@ from interp.diffing.promoted import DifferenceLens, directions_of, promoted
 from interp.diffing.streams import StreamChange, stream_change
 from interp.diffing.twins import TwoModels
 from interp.directions import Direction
+from interp.json_form import columns, form
 from interp.results.result import Result
 from interp.runs.adapters import WithoutAdapter
 
@@ -97,6 +98,18 @@ class TopChanges:
     layers: list[LayerChange]
     weights: list[MatrixChange]
     tokens: list[TokenChange]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the three lists in the JSON form of all results; see `interp.json_form`."""
+        tables = {}
+        lists = (("layer", self.layers, LayerChange), ("token", self.tokens, TokenChange))
+        units = {"difference": "norms of the base", "other_texts": "norms of the base"}
+        units |= {"kl": "nats", "random": "nats"}
+        for axis, changes, kind in lists:
+            tables |= columns(axis, changes, " ".join(kind._fields), units)
+        weights = WeightChanges(tuple(self.weights)).as_json()
+        listed = form("TopChanges", tables)
+        return {**listed, "tables": listed["tables"] | weights["tables"]}
 
     def __repr__(self) -> str:
         lines = []
@@ -277,9 +290,24 @@ class ModelChange(plots.Shown):
         return plots.View(page.title, page.parts, says=repr(self).splitlines())
 
     def _writers(self) -> dict[str, Any]:
-        """Return the functions that write files: only the page, because the view has no figure."""
+        """Return the functions that write files: no figures, because the view has none."""
         writers = super()._writers()
-        return {".html": writers[".html"]}
+        return {suffix: writers[suffix] for suffix in (".html", ".json")}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all numbers of predictions and of the stream, with the controls, in the JSON form
+        of all results; see `interp.json_form`.
+
+        `weights.as_json()` returns the changes of the weights.
+        """
+        tables = {}
+        for name in ("kl", "stream", "curves", "kl_curve"):
+            tables |= getattr(self, name).tables(name)
+        for name, controls in self.controls.items():
+            for control, result in controls.items():
+                tables |= result.tables(f"{name}.{control}")
+        about = {"texts": len(self._rows), "tokens": sum(map(len, self._rows))}
+        return form("ModelChange", tables, about)
 
     def __repr__(self) -> str:
         n_texts = len(self._rows)

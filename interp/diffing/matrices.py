@@ -36,6 +36,7 @@ from interp import plots
 from interp.diffing.promoted import logits_of_directions
 from interp.diffing.streams import has_unembed
 from interp.diffing.twins import TwoModels
+from interp.json_form import columns, form
 from interp.protocol import of
 from interp.results.result import Result
 from interp.runs.adapters import adapter_layers
@@ -169,6 +170,24 @@ class WeightChanges(plots.Shown):
             lines[change.name] = line
         title = "singular values of the largest changes of weights"
         return plots.curves(lines, axis="rank", unit="of the largest", title=title).parts
+
+    def as_json(self) -> dict[str, Any]:
+        """Return a row for each weight in the JSON form of all results; see `interp.json_form`.
+
+        Each entry of `weight.s` is a list of singular values. Each entry of `weight.tokens` is a
+        list with both ends of each direction.
+        """
+        units = {
+            "relative": "norms of the base",
+            "effective_rank": "rank",
+            "random_rank": "rank",
+            "s": "singular value",
+            "strength": "logits",
+            "random_strength": "logits",
+            "parts": "norms of the base",
+        }
+        fields = f"name shape tokens {' '.join(units)}"
+        return form("WeightChanges", columns("weight", self.changes, fields, units))
 
     def __repr__(self) -> str:
         changed = [change for change in self.changes if change.relative > 0]

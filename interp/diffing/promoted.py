@@ -21,6 +21,7 @@ from interp import plots
 from interp.diffing.means import Means
 from interp.diffing.twins import TwoModels
 from interp.inputs.token_positions import token_ids, tokens_of
+from interp.json_form import Table, form
 from interp.protocol import of
 from interp.results.result import Result
 
@@ -89,6 +90,21 @@ class DifferenceLens(plots.Shown):
         return [
             [f"{word}" if isinstance(word, int) else repr(word) for word in row] for row in words
         ]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the size of each direction and its 20 likeliest tokens with their logits, in the
+        JSON form of all results; see `interp.json_form`.
+        """
+        labels = {"row": self.rows}
+        tokens = self.top()
+        tables = {
+            "size": Table(self.sizes, "row", "norm of the stream", labels),
+            "tokens": Table(tokens, "row top", labels=labels),
+            "logits": Table(self.logits.gather(1, tokens), "row top", "logits", labels),
+        }
+        if self.to_text is not None:
+            tables["words"] = Table(self.to_text(tokens), "row top", labels=labels)
+        return form("DifferenceLens", tables, {"point": self.name})
 
     def view(self) -> plots.View:
         """Draw the largest logits of the mean difference, and list the tokens of each direction."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from hooks import CacheError, Point
 from hooks.base import layer_of, require_kind, storage, unknown_name
 from interp import plots
+from interp.json_form import Table, form
 from interp.plots.view import told
 from interp.results.result import Result
 
@@ -162,6 +163,19 @@ class Direction(plots.Shown):
                 rows = _flat(values[name], len(vector)).to(vector)
                 scores[name] = rows @ vector + self.offsets.get(name, 0.0)
         return scores
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the length and the offset at each point, in the JSON form of all results; see
+        `interp.json_form`. `save` writes the vectors.
+        """
+        labels = {"point": [*self.vectors]}
+        lengths = [float(vector.norm()) for vector in self.vectors.values()]
+        offsets = [self.offsets.get(name) for name in self.vectors]
+        tables = {
+            "length": Table(lengths, "point", "norm of the point", labels),
+            "offset": Table(offsets, "point", labels=labels),
+        }
+        return form("Direction", tables, self.about)
 
     def view(self) -> plots.View:
         """Return a view of the facts about the direction, and of the length of each vector."""

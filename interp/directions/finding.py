@@ -15,6 +15,7 @@ from interp.directions.examples import Contrast, Kind
 from interp.directions.stored import Labels
 from interp.edits.edit import Edit
 from interp.edits.places import Region
+from interp.json_form import Table, form
 from interp.numbers.moments import Moments
 
 
@@ -111,6 +112,21 @@ class Erasure:
 
     erasers: Mapping[str, Eraser]
     about: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        facts = "".join(f", {name} {value}" for name, value in self.about.items())
+        lines = [f"Erasure at {len(self.erasers)} points{facts}"]
+        for name, eraser in [*self.erasers.items()][:38]:
+            lines.append(f"  {name}: rank {eraser.left.shape[0]}")
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the rank of each eraser in the JSON form of all results; see
+        `interp.json_form`.
+        """
+        ranks = [eraser.left.shape[0] for eraser in self.erasers.values()]
+        labels = {"point": [*self.erasers]}
+        return form("Erasure", {"rank": Table(ranks, "point", "rank", labels)}, self.about)
 
     def edit(self, **where: Index) -> Edit:
         """Return an edit that erases the difference between the two kinds of texts.

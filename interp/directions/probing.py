@@ -33,6 +33,7 @@ from interp import plots
 from interp.directions.direction import Direction
 from interp.directions.examples import Contrast, Examples, Kind, text_numbers
 from interp.directions.stored import Labels
+from interp.json_form import form
 from interp.numbers.intervals import interval_text
 from interp.numbers.ranks import area_under_curve
 from interp.results.result import Result
@@ -72,6 +73,15 @@ class Probe(plots.Shown):
     def selectivity(self) -> Result:
         """The difference `auroc` - `control`."""
         return self.auroc - self.control
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the AUROC, the control and the length of each direction, in the JSON form of all
+        results; see `interp.json_form`.
+        """
+        tables = {**self.auroc.tables("auroc"), **self.control.tables("control")}
+        direction = self.direction.as_json()
+        listed = form("Probe", tables, self.direction.about)
+        return {**listed, "tables": listed["tables"] | direction["tables"]}
 
     def view(self) -> plots.View:
         """Return a view of the AUROC with true and with random labels."""

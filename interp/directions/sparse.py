@@ -19,6 +19,7 @@ from interp import plots
 from interp.directions.examples import Kind
 from interp.directions.probing import Probe, probe
 from interp.features import Dictionary, splice
+from interp.json_form import Table, form
 from interp.numbers.intervals import interval_text
 from interp.results.result import Result
 
@@ -53,6 +54,22 @@ class SparseProbes(plots.Shown):
     raw: Probe
 
     is_plot = True
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the AUROC of each k and of all values, the controls and the features, in the JSON
+        form of all results; see `interp.json_form`.
+
+        Each entry of `features` is a list of features with their coefficients.
+        """
+        labels = {"k": [*self.features]}
+        tables = {
+            **self.auroc.tables("auroc"),
+            **self.control.tables("control"),
+            **self.raw.auroc.tables("raw.auroc"),
+            **self.raw.control.tables("raw.control"),
+            "features": Table([*self.features.values()], "k", "log odds", labels),
+        }
+        return form("SparseProbes", tables, self.auroc.about)
 
     def view(self) -> plots.View:
         """Return a view of the AUROC for each k."""

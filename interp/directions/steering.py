@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -19,6 +20,7 @@ from interp.directions.direction import Direction
 from interp.edits import Edit
 from interp.effects.patching import sweep
 from interp.inputs.texts import text_for
+from interp.json_form import form
 from interp.measuring import Metric
 from interp.metrics import kl_divergence
 from interp.numbers.intervals import interval_text
@@ -77,6 +79,15 @@ class SteeringCurve(plots.Shown):
             )
         means = self.score.mean().tolist()
         return self.strengths[max(fits, key=lambda number: means[number])]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the score and the KL at each strength, in the JSON form of all results; see
+        `interp.json_form`.
+        """
+        tables = self.score.tables("score")
+        if self.kl is not None:
+            tables |= self.kl.tables("kl")
+        return form("SteeringCurve", tables, self.score.about)
 
     def view(self) -> plots.View:
         """Return a view of the score and the KL at each strength."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hooks.base import sum_rounding
 from interp import plots
+from interp.json_form import Table, columns, form
 from interp.kinds import require_made
 from interp.numbers.ranks import ranks
 from interp.results.result import Result
@@ -93,10 +94,25 @@ class Comparison(plots.Shown):
         title = repr(self).splitlines()[1].strip()
         return scatter(self.exact, self.estimate, named, unit=self.unit, title=title)
 
+    def as_json(self) -> dict[str, Any]:
+        """Return both effects of each place, the two scores and the largest differences, in the
+        JSON form of all results; see `interp.json_form`.
+        """
+        units = {"exact": self.unit, "estimate": self.unit}
+        tables = {
+            "exact": Table(self.exact, "place", self.unit),
+            "estimate": Table(self.estimate, "place", self.unit),
+            "rank_correlation": Table(self.rank_correlation, unit="correlation"),
+            "sign_agreement": Table(self.sign_agreement, unit="share of places"),
+            **columns("miss", self.misses, "where exact estimate", units),
+        }
+        return form("Comparison", tables)
+
     def __repr__(self) -> str:
         signs = f", the same sign at {self.sign_agreement:.0%}"
         known_signs = "" if math.isnan(self.sign_agreement) else signs
-        title = f"Comparison of {len(self.exact)} places"
+        unit = f" in {self.unit}" if self.unit else ""
+        title = f"Comparison of {len(self.exact)} places{unit}"
         correlation = f"rank correlation {self.rank_correlation:+.3f}{known_signs}"
         return "\n  ".join([title, correlation, *map(repr, self.misses[:3])])
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from hooks.base import progress_bar, shows_progress
 from interp.graph import Graph
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import random, top
+from interp.json_form import Table, form
 from interp.kinds import require_made
 from interp.pairs.pairs import Pairs, of_pairs
 from interp.results.result import Result
@@ -66,6 +67,18 @@ class Curve:
         """MIB's circuit-model distance: the area between `absolute` and 1. Lower is better."""
         return _area(self.absolute, from_one=True)
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the three curves and the two areas, with their intervals, in the JSON form of all
+        results; see `interp.json_form`.
+        """
+        tables = {}
+        for name in ("signed", "absolute", "random"):
+            tables |= getattr(self, name).tables(name)
+        for name in ("cpr", "cmd"):
+            for part, number in getattr(self, name)._asdict().items():
+                tables[f"{name}.{part}"] = Table(number, unit="area")
+        return form("Curve", tables, self.signed.about)
+
     def plot(self) -> "Figure":
         """Plot the three curves with 95% intervals. It needs the extra `plots`."""
         from interp.plots.matplotlib_figures import curves
@@ -79,7 +92,7 @@ class Curve:
         cpr_of_random = _area(self.random)
         cmd_of_random = _area(self.random, from_one=True)
         lines = [
-            f"Curve of {len(self.signed.labels['edges'])} circuits",
+            f"Curve of {len(self.signed.labels['edges'])} circuits, areas with 95% intervals",
             f"CPR {self.cpr!r}, of random edges {cpr_of_random!r}",
             f"CMD {self.cmd!r}, of random edges {cmd_of_random!r}",
         ]

@@ -4,12 +4,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hooks.base import metric_rounding, require_integer, shows_progress
 from interp import edits
+from interp.json_form import Table, form
 from interp.pairs.pairs import Pairs, of_pairs
 from interp.results.result import Result
 from interp.runs.runs import Runs
@@ -47,6 +49,17 @@ class Verified:
     missed: int
     missed_at_most: int
     larger_at_most: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the exact effects, the estimates and the bounds, in the JSON form of all results;
+        see `interp.json_form`.
+        """
+        tables = {}
+        for name in ("top", "outside", "estimate"):
+            tables |= getattr(self, name).tables(name)
+        for name in ("n_outside", "missed", "missed_at_most", "larger_at_most"):
+            tables[name] = Table(getattr(self, name), unit="places")
+        return form("Verified", tables, {**self.top.about, "confidence": _CONFIDENCE})
 
     def __repr__(self) -> str:
         n_places = self.n_outside + len(self.top.values)

@@ -42,6 +42,7 @@ from interp import plots
 from interp.features.splicing import Dictionaries, placed
 from interp.inputs.copies import unseen
 from interp.inputs.texts import batches
+from interp.json_form import Table, columns, form
 from interp.protocol import n_logits, runner_of
 from interp.spectral.weights import token_directions
 
@@ -203,6 +204,33 @@ class FeatureCards(list[FeatureCard], plots.Shown):
     def __repr__(self) -> str:
         more = f"\nand {len(self) - 5} more" if len(self) > 5 else ""
         return "\n".join(map(repr, self[:5])) + more
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all cards in the JSON form of all results; see `interp.json_form`.
+
+        Each entry of `feature.examples` is a list of texts, and each text a list of its tokens, the
+        values of the feature, and the index of the largest value. Each entry of `feature.top` and
+        `feature.bottom` is a list of tokens with their logits, and each entry of `feature.nearest`
+        is a list of features with cosines.
+        """
+        labels = [card.index for card in self]
+        units = {
+            "density": "share of positions",
+            "largest": "value of the feature",
+            "n_tokens": "tokens",
+            "histogram": "positions",
+            "top": "logits",
+            "bottom": "logits",
+            "nearest": "cosine",
+        }
+        tables = columns("feature", self, f"index {' '.join(units)}", units, labels)
+        examples = []
+        for card in self:
+            of_card = [[text.tokens, text.activations, text.pos] for text in card.examples]
+            examples.append(of_card)
+        unit = "value of the feature"
+        tables["feature.examples"] = Table(examples, "feature", unit, {"feature": labels})
+        return form("FeatureCards", tables)
 
     def view(self) -> plots.View:
         """Return a view of all cards, one below the other."""

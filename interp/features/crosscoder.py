@@ -23,6 +23,7 @@ from hooks.base import require_kind, shown, to_device, unknown_name
 from interp import plots
 from interp.features.activations import Features
 from interp.features.dictionary import Dictionary
+from interp.json_form import Table, form
 from interp.plots import objects
 
 Values = Sequence[Float[Tensor, "*rows d_model"]] | Mapping[str, Float[Tensor, "*rows d_model"]]
@@ -367,6 +368,15 @@ class Crosscoder(plots.Shown, nn.Module):
     def view(self) -> plots.View:
         """Return a view of the sizes and settings, and of the relative decoder norms."""
         return objects.crosscoder(self)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the length of each decoder row of each member, in the JSON form of all results;
+        see `interp.json_form`.
+        """
+        norms = self.W_dec.norm(dim=2)
+        tables = {"decoder.norm": Table(norms, "member feature", "norm", {"member": self.names})}
+        about = {"points": [*self.points], "activation": f"{self.activation}"}
+        return form("Crosscoder", tables, {**about, "config": self.config})
 
     def extra_repr(self) -> str:
         """The sizes and names, for the printed module."""

@@ -22,6 +22,7 @@ from torch.nn.functional import embedding_bag
 from hooks.base import Words, require_integer, require_kind, shown
 from interp import plots
 from interp.features.activations import Features, Gated, JumpReLU, TopK
+from interp.json_form import Table, form
 from interp.plots import objects
 
 NormKind = Literal["none", "constant_norm_rescale", "layer_norm"]
@@ -326,6 +327,17 @@ class Dictionary(plots.Shown, nn.Module):
         settings = ("subtracts_b_dec", "norm", *(field.name for field in fields(Origin)))
         same = {name: getattr(self, name) for name in (*weights, *settings)}
         return Dictionary(**same | changes)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the length of each feature's rows, in the JSON form of all results; see
+        `interp.json_form`.
+        """
+        tables = {
+            "encoder.norm": Table(self.W_enc.norm(dim=0), "feature", "norm"),
+            "decoder.norm": Table(self.W_dec.norm(dim=1), "feature", "norm"),
+        }
+        about = {"reads": self.reads, "writes": self.writes, "activation": f"{self.activation}"}
+        return form("Dictionary", tables, {**about, "config": self.config})
 
     def extra_repr(self) -> str:
         """The sizes and points, for the printed module."""

@@ -15,7 +15,6 @@ Features in Large Language Models", arXiv 2410.13928).
    explanation says something about its feature only if its score is above both.
 """
 
-import dataclasses
 import itertools
 import math
 import re
@@ -42,6 +41,7 @@ from interp.features.cards import nearest_features, require_features, rows_of
 from interp.features.splicing import Dictionaries, placed
 from interp.inputs.copies import unseen
 from interp.inputs.texts import batches
+from interp.json_form import columns, form
 from interp.numbers.intervals import share_interval
 from interp.protocol import runner_of
 
@@ -175,19 +175,22 @@ class ExplanationScore:
         return [(*row, self.of(*row)) for row in product]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the scores and all answers as objects of strict JSON. NaN becomes None."""
-        scores = []
-        for test, against, whose, score in self._rows():
-            numbers = {name: _finite(number) for name, number in score._asdict().items()}
-            scores.append({"test": test, "against": against, "explanation": whose, **numbers})
-        return {
-            "feature": self.feature,
-            "says": self.says,
-            "another": self.another,
-            "unit": "balanced accuracy",
-            "scores": scores,
-            "answers": [dataclasses.asdict(answer) for answer in self.answers],
-        }
+        """Return the scores and all answers, in the JSON form of all results; see
+        `interp.json_form`.
+
+        Each row of `score` is a test with the kind of the other contexts and the explanation.
+        """
+        rows = self._rows()
+        labels = [f"{test}, {against}, {whose}" for test, against, whose, _ in rows]
+        scores = [score for *_, score in rows]
+        names = " ".join(BalancedAccuracy._fields)
+        units = dict.fromkeys(("value", "low", "high"), "balanced accuracy")
+        units |= dict.fromkeys(("n_active", "n_other"), "contexts")
+        fields = "test kind whose prompt reply says is_right"
+        tables = columns("score", scores, names, units, labels)
+        tables |= columns("answer", self.answers, fields)
+        about = {"feature": self.feature, "says": self.says, "another": self.another}
+        return form("ExplanationScore", tables, about)
 
     def __repr__(self) -> str:
         another = "another feature's"
@@ -206,11 +209,6 @@ class ExplanationScore:
             f"{counts[1].n_other} near; {self.unclear} of {len(self.answers)} answers are unclear"
         )
         return "\n".join(lines)
-
-
-def _finite(number: float) -> float | None:
-    """Return a number, or None for NaN."""
-    return None if math.isnan(number) else number
 
 
 class _Context(NamedTuple):

@@ -17,6 +17,7 @@ in its error (complete shrinkage), or other features may write it there (latent 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -24,6 +25,7 @@ from torch import Tensor
 from hooks.base import require_choice, require_integer, shows_progress, without_gradients
 from interp import plots
 from interp.features.crosscoder import Crosscoder
+from interp.json_form import Table, form
 from interp.kinds import require_made
 from interp.plots import objects
 
@@ -113,6 +115,22 @@ class LatentScaling(plots.Shown):
         order = scores.masked_fill(~counts, math.inf).argsort(stable=True)
         order = order[: min(k, int(counts.sum()))]
         return [(int(feature), float(numbers[feature])) for feature in order]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the factors and the norms of all features, in the JSON form of all results; see
+        `interp.json_form`.
+        """
+        labels = {"target": TARGETS, "member": (self.member, self.other)}
+        tables = {
+            "betas": Table(self.betas, "target member feature", "factor", labels),
+            "relative_norm": Table(self.relative_norm, "feature", "share of the norm"),
+            "density": Table(self.density, "feature", "share of tokens"),
+            "belongs": Table(self.belongs(), "feature"),
+        }
+        for target in TARGETS:
+            tables[f"nu.{target}"] = Table(self.nu(target), "feature", "ratio of factors")
+        about = {"member": self.member, "other": self.other, "n_tokens": self.n_tokens}
+        return form("LatentScaling", tables, about)
 
     def view(self) -> plots.View:
         """Return a view of the relative decoder norms and of both ratios."""

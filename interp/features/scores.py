@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxtyping import Float
 from torch import Tensor
 
 from hooks.base import require_choice
 from interp import plots
+from interp.json_form import Table, columns, form
 from interp.numbers.intervals import interval_text, standard_error
 from interp.plots import objects
 from interp.results.result import Result
@@ -85,7 +87,7 @@ class DictionaryScores(plots.Shown):
         groups: a number for each text. Copies of a text have the same number, and intervals count
             them once. None if there are no copies.
 
-    >>> from interp.features import load_sae
+    >>> from interp.features import evaluate_sae, load_sae
     >>> from models import load
     >>> texts = ["def f(x): return x", "class A: pass"]
     >>> scores = evaluate_sae(load("pydoc-4l"), load_sae("pydoc-4l/resid_post"), texts)
@@ -138,12 +140,41 @@ class DictionaryScores(plots.Shown):
         )
         return effects.normalized()
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the losses and the scores of each dictionary, in the JSON form of all results; see
+        `interp.json_form`.
+
+        `recovered.zero` and `recovered.mean` are missing if the ablation changes the loss too
+        little; see `recovered`.
+        """
+        kl = Result(self.kl[None], ("place", "example"), unit="nats", groups=self.groups)
+        tables = {**self._losses().tables("losses"), **kl.tables("kl")}
+        for ablation in ABLATIONS:
+            with suppress(ValueError):
+                tables |= self.recovered(ablation).tables(f"recovered.{ablation}")
+        units = {
+            "explained_variance": "share of variance",
+            "l0": "features",
+            "n_tokens": "tokens",
+            "dead": "share of features",
+            "dense": "share of features",
+        }
+        scores = [*self.points.values()]
+        tables |= columns("point", scores, " ".join(units), units, labels=[*self.points])
+        for name, point in self.points.items():
+            tables[f"density.{name}"] = Table(point.density, "feature", "share of positions")
+        return form("DictionaryScores", tables)
+
+    def _losses(self) -> Result:
+        """Return the losses as a table."""
+        labels = {"run": [*RUNS]}
+        return Result(
+            self.losses, ("run", "example"), labels=labels, unit="nats", groups=self.groups
+        )
+
     def view(self) -> plots.View:
         """Return a view of the losses and of the density of features."""
-        axes = ("run", "example")
-        labels = {"run": [*RUNS]}
-        losses = Result(self.losses, axes, labels=labels, unit="nats", groups=self.groups)
-        return objects.dictionary_scores(self, losses)
+        return objects.dictionary_scores(self, self._losses())
 
     def __repr__(self) -> str:
         rows = [

@@ -13,6 +13,7 @@ from torch import Tensor
 from hooks.base import require_integer, shown, storage, unknown_name
 from interp import plots
 from interp.graph.graph import Graph
+from interp.json_form import Table, form
 from interp.kinds import require_made
 from interp.results.node import NodeName
 
@@ -211,6 +212,19 @@ class Circuit(plots.Shown):
             for node in [user for user in users if user in nodes] or ["logits"]:
                 arrows.append(Arrow(writers[writer], node, label, score))
         return [*rows.values()], arrows
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the edges with their scores, and the nodes, in the JSON form of all results; see
+        `interp.json_form`.
+        """
+        labels = {"edge": [*self]}
+        tables = {
+            "edge.name": Table([*self], "edge"),
+            "edge.score": Table(self.scores[self.kept], "edge", "unit of the metric", labels),
+            "node.name": Table([*self.nodes], "node"),
+            "n_edges": Table(int(self.graph.allowed.sum()), unit="edges of the model"),
+        }
+        return form("Circuit", tables, {"found_on": self.found_on})
 
     def view(self) -> plots.View:
         """Return a view of the nodes in rows of layers, with the edges."""

@@ -31,6 +31,7 @@ from interp import plots
 from interp.inputs.copies import digests, numbered
 from interp.inputs.texts import text_for
 from interp.inputs.token_positions import Tokens, as_positions, last_real, short
+from interp.json_form import Table, form
 from interp.measuring import (
     Metric,
     Writer,
@@ -599,6 +600,24 @@ class Pairs(plots.Shown):
         changed.continuations = _changed_answers(self.continuations, change)
         changed.pos = change(self.pos) if isinstance(self.pos, Tensor) else self.pos
         return changed
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the tokens of both texts, in the JSON form of all results; see `interp.json_form`.
+
+        If the pairs were made from strings, a model must read them first: `pairs.read_by(model)`.
+
+        Raises:
+            ValueError: if no model has read the pairs.
+        """
+        if not self.is_read:
+            raise ValueError("pairs must be read by a model first; got texts: use read_by(model)")
+        tables = {"clean": Table(self.text.listed(), "example")}
+        if self.other is not None:
+            tables["corrupted"] = Table(self.other.listed(), "example")
+        about = {"solved_of": self.solved_of, "spans": [*self.spans]}
+        if self._metric is not None or self.answers is not None:
+            about["metric"] = repr(self.metric)
+        return form("Pairs", tables, about)
 
     def __repr__(self) -> str:
         if not self.is_read:

@@ -342,12 +342,17 @@ class Shown(HintsAtNames):
         """Return the picture."""
         raise NotImplementedError
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the numbers in the JSON form of all results; see `interp.json_form`."""
+        raise NotImplementedError
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file, completely or not at all. The suffix of the path determines the format.
 
-        `.html` is the picture as a page. For plots, `.png`, `.pdf` and `.svg` are the figure. For a
-        class with `load`, `.safetensors` or a name without a suffix is the file that `load` reads.
-        A `Result` also supports `.json` and `.csv`, which cannot be loaded again.
+        `.html` is the picture as a page. For plots, `.png`, `.pdf` and `.svg` are the figure.
+        `.json` is the form of `as_json`, which cannot be loaded again. For a class with `load`,
+        `.safetensors` or a name without a suffix is the file that `load` reads. A `Result` also
+        supports `.csv`.
 
         Raises:
             ValueError: if the suffix is not supported. The error lists the supported suffixes.
@@ -360,7 +365,13 @@ class Shown(HintsAtNames):
     def _writers(self) -> dict[str, Callable[[Path], object]]:
         """Return the functions that write the object to a path, by suffix."""
         suffixes = (".html", *(FIGURES if self.is_plot else ()))
-        return {suffix: lambda path: self.view().save(path) for suffix in suffixes}
+        pictures = {suffix: lambda path: self.view().save(path) for suffix in suffixes}
+        return {**pictures, ".json": self._save_json}
+
+    def _save_json(self, path: Path) -> None:
+        """Write the form of `as_json`."""
+        with storage.replacing(path) as partial:
+            partial.write_text(strict_json.dumps(self.as_json()), encoding="utf-8")
 
     def _repr_html_(self) -> str:
         return self.view()._repr_html_()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hooks import HookedRunner
 from hooks.base import at_least_float32, config_hash, storage, to_device
 from hooks.shared import names_by_layer
+from interp.json_form import Table, form
 from interp.protocol import of, runner_of
 
 L = TypeVar("L", bound="AffineLens")
@@ -93,6 +94,24 @@ class AffineLens:
         bias = to_device(self.bias, resid.device).to(dtype)
         rows = resid.to(dtype).flatten(1, -2)
         return (rows @ weight.mT + bias[:, None]).to(resid.dtype).view_as(resid)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the size of each matrix, and facts about the fit, in the JSON form of all results;
+        see `interp.json_form`.
+
+        `distance` is the Frobenius norm of the matrix minus the identity. `save` writes the
+        matrices.
+        """
+        layers, d_model = self.bias.shape
+        identity = torch.eye(d_model, dtype=self.weight.dtype, device=self.weight.device)
+        distance = (self.weight - identity).norm(dim=(1, 2))
+        tables = {"distance": Table(distance, "layer", "Frobenius norm"), **self._tables()}
+        about = {"layers": layers, "d_model": d_model, "config_hash": self.config_hash}
+        return form(type(self).__name__, tables, about)
+
+    def _tables(self) -> dict[str, Table]:
+        """Return the tables of one kind of lens."""
+        return {}
 
     def __repr__(self) -> str:
         """Return the kind of the lens and the sizes of its model."""

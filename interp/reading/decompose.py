@@ -1,6 +1,7 @@
 """Decomposition: the residual stream as the sum of the outputs of a model's parts."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -17,6 +18,7 @@ from hooks.base import (
 )
 from interp import plots
 from interp.graph.nodes import kind_of
+from interp.json_form import Table, form
 from interp.numbers.precision import like
 from interp.reading.components import ResidualComponents
 from interp.results.result import Result
@@ -58,6 +60,12 @@ class Decomposition(plots.Shown):
         about = {"norms": "at the last position"}
         shown = Result(norms, ("component", "example"), labels=labels, unit="norm", about=about)
         return plots.effects(shown)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the norm of each part in the JSON form of all results; see `interp.json_form`."""
+        labels = {"component": self.names}
+        norms = Table(self.values.norm(dim=-1), "component batch pos", "norm of the part", labels)
+        return form("Decomposition", {"norm": norms})
 
     def __repr__(self) -> str:
         """Return the sizes, and the first and last names."""

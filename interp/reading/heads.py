@@ -128,7 +128,7 @@ def head_scores(
             return scores
 
         values = stacked(cache.map_layers("pattern", score))
-    unit = _UNITS.get(name, "")
+    unit = _UNITS.get(name, "unit of the factors")
     return Result(
         values,
         ("layer", "head", "example"),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hooks.base import require_integer, to_device, wide_dtype, without_gradients, writer_of
 from interp.inputs.token_positions import SeveralTokens, token_ids, tokens_of
+from interp.json_form import Table
 from interp.protocol import n_logits, of
 from interp.reading.affine import AffineLens
 from interp.reading.lens_vectors import LensDecomposition, pursue
@@ -37,7 +38,7 @@ class JacobianLens(AffineLens):
         about: other facts, such as the name of the model, from a file of another library.
 
     >>> JacobianLens(torch.eye(2)[None], torch.zeros(1, 2), "", 1, torch.tensor([2.0]))
-    JacobianLens [layer 1, d_model 2]
+    JacobianLens [layer 1, d_model 2], mean of 1 text
     """
 
     n_texts: int
@@ -46,6 +47,11 @@ class JacobianLens(AffineLens):
     about: Mapping[str, Any] = field(default_factory=dict)
 
     _format: ClassVar[str] = "hookscope-jacobian-lens-1"
+
+    def _tables(self) -> dict[str, Table]:
+        """Return the standard error of each matrix, and the number of texts."""
+        error = Table(self.error, "layer", "share of the matrix")
+        return {"error": error, "n_texts": Table(self.n_texts, unit="texts")}
 
     @property
     def error(self) -> Float[Tensor, " layer"]:
@@ -153,7 +159,7 @@ class JacobianLens(AffineLens):
         >>> lens = JacobianLens(torch.ones(3, 2, 2), torch.zeros(3, 2), "", 1, torch.ones(3))
         >>> lens.to_published(path)
         >>> JacobianLens.from_published(path)
-        JacobianLens [layer 3, d_model 2], no matrix for layer 0
+        JacobianLens [layer 3, d_model 2], mean of 1 text, no matrix for layer 0
         """
         write(
             path,
@@ -282,7 +288,15 @@ class JacobianLens(AffineLens):
         return jacobian, unembedding.to(dtype)
 
     def __repr__(self) -> str:
-        """Return the sizes of the lens, and the layers without a matrix."""
+        """Return the sizes of the lens, the number of texts, the range of the standard errors, and
+        the layers without a matrix.
+        """
         missing = sorted({*range(len(self.weight))} - {*self.layers})
         listed = ", ".join(map(str, missing))
-        return super().__repr__() + (f", no matrix for layer {listed}" if missing else "")
+        plural = "s" * (self.n_texts != 1)
+        parts = [super().__repr__(), f"mean of {self.n_texts} text{plural}"]
+        errors = self.error[~self.error.isnan()]
+        if len(errors):
+            low, high = errors.min().item(), errors.max().item()
+            parts.append(f"standard error {low:.2g} to {high:.2g} of a matrix")
+        return ", ".join([*parts, f"no matrix for layer {listed}"] if missing else parts)

@@ -22,6 +22,7 @@ from hooks.base import (
 from interp import plots
 from interp.inputs.cached import mask_of, nan_at_padding, text_of_values
 from interp.inputs.token_positions import token_ids
+from interp.json_form import Table, form
 from interp.kinds import require_cache
 from interp.numbers.precision import divergence
 from interp.protocol import n_logits, of
@@ -84,6 +85,30 @@ class LensReadout(plots.Shown):
     def view(self) -> plots.View:
         """Draw the likeliest token of each layer at each position of the first text."""
         return plots.lens(self)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all numbers in the JSON form of all results; see `interp.json_form`.
+
+        The tables have the names of the attributes. If they are known, `first.words` are the tokens
+        of the first text, and `first.likeliest` are its likeliest next tokens as text.
+        """
+        places = "layer batch pos"
+        tables = {
+            "tokens": Table(self.tokens, f"{places} top"),
+            "probabilities": Table(self.probabilities, f"{places} top", "probability"),
+            "target_probabilities": Table(self.target_probabilities, places, "probability"),
+            "target_ranks": Table(self.target_ranks, places, "rank"),
+            "entropy": Table(self.entropy, places, "nats"),
+            "kl": Table(self.kl, places, "nats"),
+        }
+        if self.real is not None:
+            tables["real"] = Table(self.real, "batch pos")
+        words, likeliest = self.first or (None, None)
+        if words is not None:
+            tables["first.words"] = Table(words, "pos")
+        if likeliest is not None:
+            tables["first.likeliest"] = Table(likeliest, "layer pos top")
+        return form("LensReadout", tables)
 
     def __repr__(self) -> str:
         """Return a table of the likeliest tokens of the last layers at the last positions of the

@@ -23,6 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from interp import plots
+from interp.json_form import Table, form
 from interp.reading.affine import split_rows
 from interp.results.result import Result
 
@@ -92,6 +93,23 @@ class LensDecomposition(plots.Shown):
             about={"layer": self.layer},
         )
         return plots.effects(result)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the lens vectors of all vectors in the JSON form of all results; see
+        `interp.json_form`.
+        """
+        batch = " ".join(f"batch{number}" for number in range(self.tokens.ndim - 1))
+        axes = f"{batch} selected"
+        tables = {
+            "tokens": Table(self.tokens, axes),
+            "coefficients": Table(self.coefficients, axes, "coefficient"),
+            "lengths": Table(self.lengths, axes, "norm of the stream"),
+            "shares": Table(self.shares, axes, "share of the squared length"),
+            "rest.norm": Table(self.rest.norm(dim=-1), batch, "norm of the stream"),
+        }
+        if self.words is not None:
+            tables["first.words"] = Table(self.words, "selected")
+        return form("LensDecomposition", tables, {"layer": self.layer})
 
     def __repr__(self) -> str:
         """Return a table of the lens vectors of the first vector."""

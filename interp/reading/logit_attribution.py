@@ -317,7 +317,7 @@ class _Reading:
             values,
             tuple(axes),
             labels={axis: labels},
-            unit="logits" if self.about else "",
+            unit="logits" if self.about else "product with the vector",
             about=self.about | about,
             words={"pos": words} if words else {},
             groups=groups_of_cache(self._cache, values),

@@ -1,7 +1,7 @@
 """The texts and positions where a head, a neuron or a direction is largest."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -21,10 +21,14 @@ from hooks.base import (
 from interp import plots
 from interp.inputs.parts import finished, n_before
 from interp.inputs.texts import batches
+from interp.json_form import columns, form
 from interp.numbers.precision import like
 from interp.numbers.ranks import largest_rows
 from interp.protocol import runner_of
 from interp.runs.sites import SELECTS
+
+# The most places that are printed.
+_SHOWN = 36
 
 
 class Activation(NamedTuple):
@@ -64,6 +68,20 @@ class Activation(NamedTuple):
 
 class TopActivations(list[Activation], plots.Shown):
     """Positions in texts, the largest value first."""
+
+    def __repr__(self) -> str:
+        lines = [f"TopActivations: {len(self)} places, values in the unit of the point"]
+        lines += [f"  {place!r}" for place in self[:_SHOWN]]
+        if len(self) > _SHOWN:
+            lines.append(f"  and {len(self) - _SHOWN} more")
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return a row for each position in the JSON form of all results; see `interp.json_form`.
+
+        The columns are the attributes of `Activation`.
+        """
+        return form("TopActivations", columns("place", self, " ".join(Activation._fields)))
 
     def view(self) -> plots.View:
         """Draw the values, and the text around them."""
@@ -119,7 +137,8 @@ def max_activating(
     >>> model = nn.Sequential(nn.Embedding(7, 2), HookPoint("batch pos d_model")).eval()
     >>> model[0].weight.data = torch.arange(14.0).view(7, 2)
     >>> max_activating(model, [[3, 1], [4, 2]], "1", vector=torch.tensor([1.0, 0.0]), k=1)
-    [8 in text 1 at 0: '«4» 2']
+    TopActivations: 1 places, values in the unit of the point
+      8 in text 1 at 0: '«4» 2'
     """
     require_integer("k", k)
     runner = runner_of(model)

@@ -34,6 +34,7 @@ from hooks.base import (
     without_gradients,
 )
 from interp.inputs.texts import padded
+from interp.json_form import Table
 from interp.numbers.precision import divergence, finite
 from interp.protocol import n_logits, of
 from interp.reading.affine import AffineLens, for_fit, split_rows, unembedded
@@ -62,6 +63,11 @@ class TunedLens(AffineLens):
     rows: int = 0
 
     _format: ClassVar[str] = "hookscope-tuned-lens-1"
+
+    def _tables(self) -> dict[str, Table]:
+        """Return the losses of the fit, and the number of positions that it read."""
+        losses = Table(self.losses, "step layer", "nats")
+        return {"losses": losses, "rows": Table(self.rows, unit="positions")}
 
     def __repr__(self) -> str:
         """Return the sizes, the data of the fit, and the mean loss over layers in the first and the

@@ -20,13 +20,13 @@ from hooks.base import (
     require_integer,
     shown,
     storage,
-    strict_json,
     unknown_name,
     warn,
     without_hashes,
 )
 from interp import plots
 from interp.inputs.token_positions import short
+from interp.json_form import Table, form
 from interp.numbers.intervals import Interval, auroc_interval, interval, share_interval
 from interp.plots.view import FIGURES
 from interp.results.entries import Entries, Entry
@@ -552,30 +552,37 @@ class Result(plots.Shown):
             rows.append({**place.where, **words, **numbers})
         return pandas.DataFrame(rows)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return axes, labels, values, base, target, unit and facts for JSON.
+    def tables(self, name: str = "effect") -> dict[str, Table]:
+        """Return the tables of this result in the JSON form; see `interp.json_form`.
 
-        NaN and infinity become None.
+        Args:
+            name: the name of the table of `values`, which begins the names of the other tables.
         """
-        tensors = {name: _numbers(getattr(self, name)) for name in ("values", "base", "target")}
-        facts = {
-            "axes": [*self.axes],
-            "labels": dict(self.labels),
-            **tensors,
-            "unit": self.unit,
-            "about": dict(self.about),
-        }
-        return dict(strict_json.finite(facts))
+        axes = " ".join(self.axes[:-1])
+        low, high = self.interval()
+        of_places = {"mean": self.mean(), "low": low, "high": high}
+        tables = {name: Table(self.values, " ".join(self.axes), self.unit, self.labels)}
+        for part, values in of_places.items():
+            tables[f"{name}.{part}"] = Table(values, axes, self.unit, self.labels)
+        for part in ("base", "target"):
+            if (values := getattr(self, part)) is not None:
+                tables[f"{name}.{part}"] = Table(values, "example", self.unit, self.labels)
+        for axis, words in self.words.items():
+            tables[f"{name}.words.{axis}"] = Table([*words], axis, labels=self.labels)
+        return tables
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result in the JSON form of all results; see `interp.json_form`.
+
+        The tables are `effect`, with a number for each example, `effect.mean`, `effect.low` and
+        `effect.high` and, if they are known, `effect.base`, `effect.target` and the words of axes.
+        """
+        return form("Result", self.tables(), self.about)
 
     def _writers(self) -> dict[str, Callable[[Path], object]]:
         """Return the functions that `save` can call, by suffix."""
         files = dict.fromkeys(storage.SAFETENSORS, self._save)
-        return {**super()._writers(), **files, ".json": self._save_json, ".csv": self._save_csv}
-
-    def _save_json(self, path: Path) -> None:
-        """Write the result as JSON."""
-        with storage.replacing(path) as partial:
-            partial.write_text(strict_json.dumps(self.as_json()), encoding="utf-8")
+        return {**super()._writers(), **files, ".csv": self._save_csv}
 
     def _save_csv(self, path: Path) -> None:
         """Write a table with a row for each place."""
@@ -712,13 +719,3 @@ def _same(ours: Tensor | None, theirs: Tensor | None) -> Tensor | None:
 def _common(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries that are the same in two mappings."""
     return {name: fact for name, fact in ours.items() if theirs.get(name) == fact}
-
-
-def _numbers(values: Tensor | None) -> Any:
-    """Return the numbers of a tensor as lists, with None (JSON's null) for NaN and infinity."""
-    if values is None:
-        return None
-    flat = values.detach().cpu().double().numpy()
-    plain = flat.astype(object)
-    plain[~np.isfinite(flat)] = None
-    return plain.tolist()

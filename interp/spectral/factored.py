@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hooks.base import require_integer, require_kind
 from interp import plots
+from interp.json_form import Table, form
 from interp.numbers.precision import finite
 from interp.numbers.ranks import largest_rows
 from interp.spectral.singular import SVD, svd
@@ -70,6 +71,14 @@ class FactoredMatrix(plots.Shown):
         batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
         object.__setattr__(self, "left", left.expand(*batch, *left.shape[-2:]))
         object.__setattr__(self, "right", right.expand(*batch, *right.shape[-2:]))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the Frobenius norm of each matrix in the JSON form of all results; see
+        `interp.json_form`.
+        """
+        batch = " ".join(f"batch{number}" for number in range(len(self.shape) - 2))
+        about = {"shape": [*self.shape], "inner": self.left.shape[-1]}
+        return form("FactoredMatrix", {"norm": Table(self.norm(), batch, "Frobenius norm")}, about)
 
     def view(self) -> plots.View:
         """Draw the singular values of at most 12 matrices."""

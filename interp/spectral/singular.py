@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from hooks.base import explains_calls, require_integer, require_kind
+from interp.json_form import Table, form
 from interp.numbers.precision import finite
 
 
@@ -80,6 +81,19 @@ class SVD:
     def rank(self) -> Int[Tensor, "*batch"]:
         """The number of singular values in `s` above the tolerance; 0 for a zero matrix."""
         return (self.s > self.tolerance[..., None]).sum(-1)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the singular values, the possible error and the rank of each matrix, in the JSON
+        form of all results; see `interp.json_form`.
+        """
+        batch = " ".join(f"batch{number}" for number in range(self.s.ndim - 1))
+        tables = {
+            "s": Table(self.s, f"{batch} k", "singular value"),
+            "next_value": Table(self.next_value, batch, "singular value"),
+            "tolerance": Table(self.tolerance, batch, "singular value"),
+            "rank": Table(self.rank, batch, "rank"),
+        }
+        return form("SVD", tables)
 
     def __repr__(self) -> str:
         """Return the sizes, and the first singular values of a single matrix."""

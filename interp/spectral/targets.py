@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from einops import rearrange, repeat
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from hooks import ActivationCache, CacheError, UnknownNameError
 from hooks.base import require_kind, require_room, to_device, wide_dtype, without_gradients
 from interp.inputs.cached import mask_of, nan_at_padding
+from interp.json_form import Table, form
 from interp.kinds import require_cache, require_made
 from interp.protocol import LanguageModel, of
 from interp.runs.sites import Some
@@ -45,6 +47,13 @@ class SVDTargets:
     wvwo: FactoredMatrix
     avwo: Float[Tensor, "batch layer *head pos d_model"]
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the size of each tensor in the JSON form of all results; see `interp.json_form`.
+
+        `svd_spectra` returns their singular values.
+        """
+        return form("SVDTargets", _size_tables(self))
+
     def __repr__(self) -> str:
         return _sizes_of(self)
 
@@ -76,8 +85,23 @@ class ResidualStream:
     vectors: Float[Tensor, "window layer d_model"]
     norms: Float[Tensor, "batch pos layer"]
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the norms, and the sizes of both tensors, in the JSON form of all results; see
+        `interp.json_form`.
+        """
+        norms = Table(self.norms, "batch pos layer", "norm of the stream")
+        return form("ResidualStream", {"norms": norms, **_size_tables(self)})
+
     def __repr__(self) -> str:
         return _sizes_of(self)
+
+
+def _size_tables(tensors: SVDTargets | ResidualStream) -> dict[str, Table]:
+    """Return a table with the size of each tensor."""
+    tables = {}
+    for part in fields(tensors):
+        tables[f"{part.name}.size"] = Table([*getattr(tensors, part.name).shape], "axis")
+    return tables
 
 
 def _sizes_of(tensors: SVDTargets | ResidualStream) -> str:

@@ -51,7 +51,8 @@ def composition_scores(
         seed: the seed of the random heads.
 
     Returns:
-        Scores [layer, head, to_layer, to_head, example], with one example. Scores are NaN if
+        Scores [layer, head, to_layer, to_head, example], ratios of Frobenius norms, with one
+        example. Scores are NaN if
         `to_layer` is not after `layer`.
 
     Raises:
@@ -86,7 +87,8 @@ def composition_scores(
     random = torch.linalg.matrix_norm(first_rows @ later_rows.mT)
     about = {"kind": kind, "fold": fold, "distance": distance, "draws": draws, "seed": seed}
     about |= {"baseline": random.mean().item(), "spread": random.std().item()}
-    return Result(scores, ("layer", "head", "to_layer", "to_head", "example"), about=about)
+    axes = ("layer", "head", "to_layer", "to_head", "example")
+    return Result(scores, axes, unit="ratio of Frobenius norms", about=about)
 
 
 def _normed_rows(matrix: FactoredMatrix) -> Float[Tensor, "*batch inner columns"]:
@@ -113,8 +115,8 @@ def copying_scores(model: nn.Module, fold: bool = True) -> Result:
         fold: whether norms are folded into the weights; see `ov_circuit`. Default: True.
 
     Returns:
-        A result with the axes `layer`, `head` and `example`, with one example and without unit. The
-        score is NaN for a head that writes nothing.
+        A result with the axes `layer`, `head` and `example`, with one example. The unit is a share
+        of the eigenvalues with its sign. The score is NaN for a head that writes nothing.
 
     Raises:
         TypeError, ValueError: as for `ov_circuit`; or if the embedding and the unembedding have
@@ -140,7 +142,12 @@ def copying_scores(model: nn.Module, fold: bool = True) -> Result:
     written = folded.written() @ (unembedding @ embedding)
     eigenvalues = FactoredMatrix(folded.values(), written).eigenvalues()
     scores = eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)
-    return Result(scores[..., None], ("layer", "head", "example"), about={"fold": fold})
+    return Result(
+        scores[..., None],
+        ("layer", "head", "example"),
+        unit="signed share of eigenvalues",
+        about={"fold": fold},
+    )
 
 
 @without_gradients
@@ -196,5 +203,6 @@ def positional_scores(model: nn.Module, back: int = 1, n_pos: int = 64) -> Resul
     return Result(
         rearrange(attention.mean(-1), "layer example head -> layer head example"),
         ("layer", "head", "example"),
+        unit="share of attention",
         about={"back": back},
     )

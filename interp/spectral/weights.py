@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hooks.base import require_choice, require_integer, without_gradients, writer_of
 from interp.inputs.token_positions import token_ids, tokens_of
+from interp.json_form import Table, form
 from interp.protocol import n_logits
 from interp.spectral.factored import FactoredMatrix
 from interp.spectral.folded import FoldedWeights
@@ -179,6 +180,15 @@ class SingularTokens(NamedTuple):
     written: Int[Tensor, "k end top"]
     written_scores: Float[Tensor, "k end top"]
     texts: tuple[list[Any], list[Any]] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all tokens and scores in the JSON form of all results; see `interp.json_form`."""
+        tables = {"s": Table(self.s, "k", "singular value")}
+        for name in ("read", "read_scores", "written", "written_scores"):
+            tables[name] = Table(getattr(self, name), "k end top")
+        for name, texts in zip(("read", "written"), self.texts or (), strict=False):
+            tables[f"{name}.words"] = Table(texts, "k end top")
+        return form("SingularTokens", tables)
 
     def __repr__(self) -> str:
         """Return a line for each direction: the first tokens that are read and written at both

@@ -104,6 +104,7 @@ def receiver_heads(
         values[..., None],
         ("layer", "head", "example"),
         labels={"layer": [*names]},
+        unit="kurtosis",
         about={"kind": "receiver_heads", "distance": distance, "steps": len(steps)},
     )
 

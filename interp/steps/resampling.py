@@ -39,6 +39,7 @@ from hooks.base import (
 )
 from interp.inputs.offsets import offsets_of
 from interp.inputs.texts import padded
+from interp.json_form import Table, form
 from interp.kinds import require_made
 from interp.protocol import of, runner_of
 from interp.results.result import Result
@@ -82,6 +83,20 @@ class Resampled:
     rewritten: tuple[tuple[str, ...], ...]
     without: tuple[tuple[Any, ...], ...]
     after: tuple[tuple[Any, ...], ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the effects with their bootstrap intervals, all rewritten steps and all answers,
+        in the JSON form of all results; see `interp.json_form`.
+        """
+        labels = self.effects.labels
+        axes = "importance step"
+        tables = self.effects.tables("effects")
+        tables["effects.low"] = Table(self.low, axes, "nats", labels)
+        tables["effects.high"] = Table(self.high, axes, "nats", labels)
+        tables["same"] = Table(self.same, "step", "share of rewritten steps", labels)
+        for name in ("rewritten", "without", "after"):
+            tables[name] = Table(getattr(self, name), "step", labels=labels)
+        return form("Resampled", tables, self.effects.about)
 
     def __repr__(self) -> str:
         labels = self.effects.labels["step"]

@@ -15,6 +15,7 @@ from hooks.base import Text, Texts, is_one_text, require_kind, shown, writer_of
 from interp import plots
 from interp.inputs.offsets import Offsets, offsets_of
 from interp.inputs.texts import padded, text_for
+from interp.json_form import Table, form
 from interp.protocol import of
 from interp.results.result import Result
 from interp.steps.spans import (
@@ -131,6 +132,14 @@ class Steps:
             ValueError: if the result is not of these steps.
         """
         return plots.steps(self.words, result)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the text and the first token of each step, in the JSON form of all results; see
+        `interp.json_form`.
+        """
+        starts = Table([span.start for span in self.spans], "step", "token")
+        about = {"by": self.by, "first_answer": self.first_answer, "tokens": len(self.tokens)}
+        return form("Steps", {"words": Table(self.words, "step"), "start": starts}, about)
 
     def __repr__(self) -> str:
         answer = f", answer from {self.first_answer}" if self.first_answer < len(self) else ""

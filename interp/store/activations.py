@@ -3,6 +3,7 @@
 import bisect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, Unpack
 
@@ -24,6 +25,7 @@ from hooks.base import (
     writer_of,
 )
 from interp import plots
+from interp.json_form import Table, form
 from interp.numbers.moments import Moments
 from interp.plots.view import told
 from interp.reading.maxima import Activation, TopActivations
@@ -74,6 +76,16 @@ class Activations(plots.Shown):
             )
         self._store = store_of(self.manifest)
         self.names: list[str] = [*self.manifest["points"]]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the points and the manifest in the JSON form of all results; see
+        `interp.json_form`.
+        """
+        tables = {"point": Table(self.names, "point")}
+        with suppress(CacheError):
+            tables["n_texts"] = Table(sum(file["texts"] for file in self.files), unit="texts")
+            tables["n_rows"] = Table(len(self), unit="rows")
+        return form("Activations", tables, self.manifest)
 
     def view(self) -> plots.View:
         """Return a view of the contents and the manifest of the store."""

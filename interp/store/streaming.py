@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from hooks.base import (
 )
 from interp.inputs.parts import n_before
 from interp.inputs.texts import batches
+from interp.json_form import Table, form
 from interp.protocol import runner_of
 from interp.results.result import Result
 from interp.store.corpora import Corpus, TextPiece, runs
@@ -147,6 +148,14 @@ class PlannedHarvest(NamedTuple):
     def fits(self) -> bool:
         """True if the harvest fits on the disk, or if the free bytes are unknown."""
         return self.free is None or self.bytes < self.free
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the planned sizes in the JSON form of all results; see `interp.json_form`."""
+        units = {"bytes": "bytes", "free": "bytes", "seconds": "seconds"}
+        tables = {}
+        for name, number in self._asdict().items():
+            tables[name] = Table(number, unit=units.get(name, name))
+        return form("PlannedHarvest", {**tables, "fits": Table(self.fits)})
 
     def __repr__(self) -> str:
         room = "which fits on the disk"

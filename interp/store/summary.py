@@ -24,6 +24,7 @@ from torch import Tensor
 from hooks import Point
 from hooks.base import Words, require_integer, storage, unknown_name
 from interp.edits.draws import keys_of
+from interp.json_form import Table, form
 from interp.numbers.moments import Moments
 from interp.numbers.ranks import largest_rows
 
@@ -217,6 +218,26 @@ class Statistics:
         """
         room = len(self.keys)
         return 0.5 * ((1 / room) * (1 - room / self.n)) ** 0.5
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the statistics of each column in the JSON form of all results; see
+        `interp.json_form`.
+        """
+        value = "unit of the point"
+        tables = {
+            "n": Table(self.n, unit="rows"),
+            "mean": Table(self.mean.flatten(), "d", value),
+            "error": Table(self.error, "d", value),
+            "variance": Table(self.variance, "d", "squared unit of the point"),
+            "low": Table(self.low, "d", value),
+            "high": Table(self.high, "d", value),
+            "density": Table(self.density, "d", "share of rows"),
+            "top_values": Table(self.top_values, "top d", value),
+            "top_places": Table(self.top_places, "top d place"),
+        }
+        labels = {"place": ["text", "pos"]}
+        tables["top_places"] = Table(self.top_places, "top d place", labels=labels)
+        return form("Statistics", tables)
 
     def __repr__(self) -> str:
         return f"Statistics of {self.n:,} rows [{', '.join(map(str, self.mean.shape))}]"

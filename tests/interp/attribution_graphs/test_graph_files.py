@@ -236,7 +236,7 @@ def test_a_directory_lists_its_graphs_as_circuit_tracers_page_asks(tmp_path):
 def test_embeddings_at_one_position_are_distinct_for_the_pages():
     nodes = [Node("E_7_2", "token", -1, 2, 7), Node("P_2_2", "position", -1, 2, 2)]
     nodes += [Node("E_7_0", "token", -1, 0, 7), Node("B_0_0", "bias", -1, 0, 0)]
-    written = PrunedGraph(nodes, [], [*"abc"]).as_json("x", "y")["nodes"]
+    written = PrunedGraph(nodes, [], [*"abc"]).neuronpedia("x", "y")["nodes"]
     assert len({(node["layer"], node["feature"], node["ctx_idx"]) for node in written}) == 4
 
 

@@ -189,7 +189,7 @@ def test_the_files_of_circuit_tracer_are_read(tmp_path):
     assert "completeness" not in repr(graph)
     # After writing the graph again, numbers and names have the format of Neuronpedia's own files.
     # The number of a feature is Cantor's pairing of its layer and index: 26 for 1 and 5.
-    again = {node["node_id"]: node for node in graph.as_json("x", "m")["nodes"]}
+    again = {node["node_id"]: node for node in graph.neuronpedia("x", "m")["nodes"]}
     assert [again[name]["feature"] for name in ("1_5_0", "1_-1_0", "E_7_0", "3_9_0")] == [
         26,
         -1,
@@ -330,9 +330,8 @@ def test_the_command_writes_the_page_and_the_file(graph, pruned, tmp_path, capsy
     assert "attribution graph" in (tmp_path / "out" / "kv8.html").read_text()
     assert main(["trace", "--prompt", TEXT, "--target", "8", "--json", "--nodes", "0.5"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert [
-        node["clerp"].split('"')[1] for node in data["nodes"] if node["feature_type"] == "logit"
-    ] == ["8"]
+    kinds, labels = (data["tables"][f"node.{name}"]["values"] for name in ("kind", "label"))
+    assert [*zip(kinds, labels, strict=True)].count(("logit", "8")) == kinds.count("logit") == 1
     for wrong in (
         ["--target", "x", "--target", "xy"],
         ["--nodes", "2"],
@@ -381,5 +380,5 @@ def test_the_node_of_a_head_shows_its_attention_and_the_pairs_of_its_score(tmp_p
         assert len(links) == 1
         assert links[0].split("\n")[1].startswith("V ")
     # Files contain no attention scores, only the nodes and their summed links.
-    kinds = {node["feature_type"] for node in pruned.as_json("x", "m")["nodes"]}
+    kinds = {node["feature_type"] for node in pruned.neuronpedia("x", "m")["nodes"]}
     assert kinds <= {"cross layer transcoder", "mlp reconstruction error", "embedding", "logit"}

@@ -17,7 +17,7 @@ from tests.shipped import pydoc
 
 @pytest.fixture(scope="module")
 def facts():
-    return claim_of(EDGES, says="zwei Köpfe kopieren", n=5, seeds=2).as_json()
+    return claim_of(EDGES, says="zwei Köpfe kopieren", n=5, seeds=2).packed()
 
 
 def loaded(facts, folder):
@@ -31,7 +31,7 @@ def test_a_claim_survives_a_file(facts, tmp_path):
     path = tmp_path / "claim.json"
     claim.save(path)
     again = Claim.load(path)
-    assert again.as_json() == claim.as_json() == json.loads(path.read_text("utf-8"))
+    assert again.packed() == claim.packed() == json.loads(path.read_text("utf-8"))
     assert again.content == claim.content
     numbers = [
         [test.measured for test in one.verify(model_of("induction")).tests[1:]]
@@ -186,7 +186,7 @@ def test_texts_answers_and_padding_survive_a_file(side, answers, tmp_path):
         pairs = Pairs(tokens[0], tokens[1], answers)
     circuit = Circuit(Graph(model), ["input->m0", "m0->logits"])
     claim = Claim.circuit(model, pairs, circuit, "c", test=pairs)
-    again = loaded(claim.as_json(), tmp_path).test.restored(model)
+    again = loaded(claim.packed(), tmp_path).test.restored(model)
     expected = pairs.read_by(model)
     assert again.digests() == expected.digests()
     with torch.no_grad():
@@ -202,7 +202,7 @@ def test_a_model_with_other_words_is_an_error():
     model = pydoc()
     pairs = Pairs(*TEXTS, [("1", "4"), ("7", "2")])
     circuit = Circuit(Graph(model), ["input->m0", "m0->logits"])
-    facts = Claim.circuit(model, pairs, circuit, "c").as_json()
+    facts = Claim.circuit(model, pairs, circuit, "c").packed()
     facts["pairs"]["words"][1] = "the part QX8; QX"
     claim = Claim._from_json(facts)
     with pytest.raises(ValueError, match="same words.*QX7.*QX8.*text 1"):
@@ -231,7 +231,7 @@ def test_an_attached_model_is_verified(tmp_path):
     graph = Graph(model)
     circuit = Circuit(graph, graph.edges[::2])
     claim = Claim.circuit(model, pairs, circuit, "c", test=test, seeds=1)
-    verdict = loaded(claim.as_json(), tmp_path).verify(model)
+    verdict = loaded(claim.packed(), tmp_path).verify(model)
     shares = []
     for direction, name in (("noising", "faithful"), ("denoising", "texts exchanged")):
         metrics = []
@@ -251,7 +251,7 @@ def test_a_position_survives_a_file():
     for pos in (-1, -3, 4, [10, 2, 3, 4, 5]):
         given = Pairs(pairs.clean, pairs.corrupted, pairs.answers, pos=pos)
         claim = Claim.circuit(model, given, Circuit(Graph(model), EDGES), "c")
-        again = Claim._from_json(claim.as_json()).pairs.restored(model)
+        again = Claim._from_json(claim.packed()).pairs.restored(model)
         with torch.no_grad():
             logits = model(pairs.clean)
         torch.testing.assert_close(again.metric(logits), given.metric(logits))

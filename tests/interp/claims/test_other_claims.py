@@ -106,7 +106,7 @@ def test_a_feature_that_a_later_part_reads_matters():
         Claim.effect(model, pairs, "a feature", feature=n, dictionary=dictionary, test=fresh)
         for n in (0, 2)
     )
-    again = Claim._from_json(json.loads(json.dumps(read.as_json())))
+    again = Claim._from_json(json.loads(json.dumps(read.packed())))
     verdict = again.verify(model, dictionary=dictionary)
     assert verdict.status == "holds"
     # The sum alone decides the answer.
@@ -243,7 +243,7 @@ def test_a_variable_holds_where_it_is_and_fails_elsewhere():
     assert {test.status for test in verdict.tests} == {"holds"}
     wrong = variable_claim(head=1, seeds=1).verify()
     assert (wrong.status, wrong["aligned"].status) == ("fails", "fails")
-    facts = claim.as_json()
+    facts = claim.packed()
     assert Claim._from_json(json.loads(json.dumps(facts))).content == claim.content
     assert claim.verify(fresh=train)["aligned"].status == "cannot tell"
     with pytest.raises(ValueError, match="paraphrase must be left out for a claim about a variab"):

@@ -68,14 +68,15 @@ def test_the_example_in_the_help_runs(name, capsys, tmp_path, monkeypatch):
 
 def test_the_lens_matches_python(capsys):
     model = pydoc()
-    readout = logit_lens(model, HookedRunner(model).run_with_cache(CLEAN)[1], top_k=3)
+    readout = logit_lens(model, HookedRunner(model).run_with_cache(CLEAN, lazy=True)[1], top_k=3)
     data = json.loads(printed(capsys, "lens", "--prompt", CLEAN, "--top", "3", "--json"))
-    assert data["tokens"] == [*CLEAN]
-    assert data["likeliest"] == model.to_pieces(readout.tokens[:, 0])
-    torch.testing.assert_close(torch.tensor(data["probabilities"]), readout.probabilities[:, 0])
+    assert data == readout.as_json()
+    likeliest = data["tables"]["first.likeliest"]["values"]
+    assert data["tables"]["first.words"]["values"] == [*CLEAN]
+    assert likeliest == model.to_pieces(readout.tokens[:, 0])
     table = printed(capsys, "lens", "--prompt", CLEAN, "--last", "2").splitlines()
     assert table[0].split() == ["stream", "'V'", "'8'"]
-    assert table[-2].split()[-2] == repr(data["likeliest"][-1][-1][0])
+    assert table[-2].split()[-2] == repr(likeliest[-1][-1][0])
 
 
 def test_features_match_python(capsys):
@@ -85,8 +86,9 @@ def test_features_match_python(capsys):
     data = json.loads(printed(capsys, *given, "--top", "3", "--json"))
     read = HookedRunner(model).capture(CLEAN, names=transcoder.reads)[transcoder.reads]
     best = transcoder.encode(read)[0].amax(0).topk(3)
-    assert [card["index"] for card in data] == best.indices.tolist()
-    torch.testing.assert_close(torch.tensor([card["act_max"] for card in data]), best.values)
+    assert data["tables"]["feature.index"]["values"] == best.indices.tolist()
+    largest = torch.tensor(data["tables"]["feature.largest"]["values"])
+    torch.testing.assert_close(largest, best.values)
     assert "feature 5:" in printed(capsys, *given, "--feature", "5")
     assert "blocks.3.mlp_out" in refused(capsys, *given[:-2])
     assert "[0, 1024)" in refused(capsys, *given, "--feature", "1024")
@@ -108,6 +110,8 @@ def test_jobs_of_a_harvest_match_python(capsys, tmp_path):
     options += ["--skip-first", "--values", "float16", "--batch", "3", "--per-file", "7"]
     given = ["harvest", str(tmp_path / "texts.txt"), "--out", str(tmp_path / "out"), *options]
     assert "which fits on the disk" in printed(capsys, *given, "--plan")
+    planned = json.loads(printed(capsys, *given, "--plan", "--json"))
+    assert planned["tables"]["texts"]["values"] == 30
     for job in ("1/2", "0/2"):
         assert main([*given, "--shard", job]) == 0
     names = ["blocks.1.mlp_out", "blocks.1.attn.z"]
@@ -128,9 +132,7 @@ def test_patches_match_python(capsys):
         result = activation_patching(pydoc(), pairs, site, over)
         more = ["--site", site, *(["--over", *over] if over else [])]
         data = json.loads(printed(capsys, *given, *more, "--json"))
-        torch.testing.assert_close(torch.tensor(data["values"]), result.values, rtol=0, atol=0)
-        assert data["axes"] == [*result.axes]
-        assert data["base"] == result.base.tolist()
+        assert data == result.as_json()
         text = printed(capsys, *given, *more, "--top", "2")
         assert repr(result.top(2)).splitlines()[0] in text
 
@@ -140,7 +142,7 @@ def test_answers_of_several_tokens_are_measured_in_nats(capsys):
     given = ["patch", "--prompt", CLEAN, "--corrupted", OTHER, "--site", "mlp_out"]
     result = activation_patching(pydoc(), Pairs(CLEAN, OTHER, answers), "mlp_out")
     data = json.loads(printed(capsys, *given, "--answers", *answers, "--json"))
-    torch.testing.assert_close(torch.tensor(data["values"]), result.values, rtol=0, atol=0)
+    assert data == result.as_json()
     text = printed(capsys, *given, "--answer", *answers)
     assert "log-probability of ' 1 and' less that of ' 4 or b', in nats" in text
 
@@ -159,8 +161,9 @@ def test_texts_and_output_may_be_files(tmp_path, capsys):
     source, out = tmp_path / "text.txt", tmp_path / "out.json"
     source.write_text(f"{CLEAN}\n")
     main(["generate", "--text-file", str(source), "--tokens", "3", "--json", "--out", str(out)])
-    data = json.loads(out.read_text())
-    assert (data["prompt"], len(data["text"])) == (CLEAN, len(CLEAN) + 3)
+    tables = json.loads(out.read_text())["tables"]
+    assert tables["prompt"]["values"] == CLEAN
+    assert len(tables["text"]["values"]) == len(CLEAN) + 3
     assert capsys.readouterr().out == ""
 
 
@@ -240,10 +243,11 @@ def test_a_family_without_a_table_is_attached(tmp_path, capsys, monkeypatch):
     expected = model(torch.tensor([[3, 5, 7]])).logits[0, -1].softmax(-1).max().item()
     given = ["--model", str(tmp_path), "--prompt", "w3 w5 w7", "--json"]
     data = json.loads(printed(capsys, "lens", *given))
-    assert data["tokens"] == ["w3", "w5", "w7"]
-    assert data["probabilities"][-1][-1][0] == pytest.approx(expected, rel=1e-5)
+    assert data["tables"]["first.words"]["values"] == ["w3", "w5", "w7"]
+    chances = data["tables"]["probabilities"]["values"]
+    assert chances[-1][0][-1][0] == pytest.approx(expected, rel=1e-5)
     more = json.loads(printed(capsys, "generate", *given, "--tokens", "2"))
-    assert more["text"].startswith("w3 w5 w7")
+    assert more["tables"]["text"]["values"].startswith("w3 w5 w7")
     # A name on the hub gives the same, because a download is a folder.
     hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(hub, "snapshot_download", lambda name, **options: str(tmp_path))
@@ -350,8 +354,9 @@ def test_code_among_the_files_of_a_model_runs_if_the_user_says_so(tmp_path):
     )
     model = transformers.OlmoForCausalLM.from_pretrained(folder, trust_remote_code=False).eval()
     expected = model(torch.tensor([[3, 5, 7]])).logits[0, -1].softmax(-1).max().item()
-    assert data["tokens"] == ["w3", "w5", "w7"]
-    assert data["probabilities"][-1][-1][0] == pytest.approx(expected, rel=1e-5)
+    assert data["tables"]["first.words"]["values"] == ["w3", "w5", "w7"]
+    chances = data["tables"]["probabilities"]["values"]
+    assert chances[-1][0][-1][0] == pytest.approx(expected, rel=1e-5)
 
 
 def test_python_files_of_the_hub_are_downloaded_only_if_they_may_run(tmp_path, monkeypatch):
@@ -452,7 +457,7 @@ def test_errors_are_one_line(arguments, said, capsys):
 
 def test_the_version(capsys):
     assert printed(capsys, "--version").startswith(f"hookscope {hooks.__version__}, python 3.")
-    versions = json.loads(printed(capsys, "--version", "--json"))
+    versions = json.loads(printed(capsys, "--version", "--json"))["about"]
     numbers = (versions["torch"].partition("+")[0], versions["numpy"])
     assert numbers == (torch.__version__.partition("+")[0], numpy.__version__)
     assert "a command is needed: report, points" in refused(capsys)

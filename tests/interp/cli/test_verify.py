@@ -38,10 +38,11 @@ def test_the_exit_status_says_whether_the_claim_holds(files, capsys):
     assert (status, out.splitlines()[0].split(",")[0]) == (0, "Verdict: holds")
     assert len(out.splitlines()) < 40
     status, out = run(files, capsys, "false.json", "--json")
-    facts = json.loads(out)
-    assert (status, facts["status"]) == (1, "fails")
-    by_name = {test["name"]: test for test in facts["tests"]}
-    assert by_name["faithful"]["measured"] == pytest.approx(0)
+    tables = json.loads(out)["tables"]
+    assert (status, tables["status"]["values"]) == (1, "fails")
+    measured = tables["test.measured"]
+    by_name = dict(zip(measured["labels"]["test"], measured["values"], strict=True))
+    assert by_name["faithful"] == pytest.approx(0)
 
 
 def test_fresh_pairs_and_seeds_are_options(files, capsys):

@@ -159,9 +159,9 @@ def test_tokens_with_a_share_of_the_largest_value_are_marked(sae, values):
 def test_seeds_repeat_and_results_are_strict_json(sae):
     one, again, other = (scored(sae, lambda prompt: "no", n=3, seed=seed) for seed in (1, 1, 2))
     assert one.answers == again.answers != other.answers
-    written = json.loads(json.dumps(one.as_json(), allow_nan=False))
-    assert len(written["scores"]) == 12
-    assert len(written["answers"]) == len(one.answers) == 3 * 3 * 3 * 2
+    tables = json.loads(json.dumps(one.as_json(), allow_nan=False))["tables"]
+    assert len(tables["score.value"]["values"]) == 12
+    assert len(tables["answer.prompt"]["values"]) == len(one.answers) == 3 * 3 * 3 * 2
     assert len(repr(one).splitlines()) == 8
 
 

@@ -420,9 +420,10 @@ def test_json_has_no_number_that_is_not_finite(tmp_path):
     result.save(tmp_path / "x.json")
     written = json.loads((tmp_path / "x.json").read_text(), parse_constant=pytest.fail)
     assert written == result.as_json()
-    assert written["values"] == [[None, 1.0, 2.0], [None, 0.5, 1.5]]
-    assert written["base"] == [None, 1.0, None]
-    assert written["labels"]["factor"] == [None, 0.5]
+    tables = written["tables"]
+    assert tables["effect"]["values"] == [[None, 1.0, 2.0], [None, 0.5, 1.5]]
+    assert tables["effect.base"]["values"] == [None, 1.0, None]
+    assert tables["effect.mean"]["labels"]["factor"] == [None, 0.5]
     assert written["about"] == {"scale": None, "nested": [{"low": None}], "n": 3}
     result.save(tmp_path / "x")
     again = Result.load(tmp_path / "x")
