@@ -10,7 +10,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hooks.base import Texts, shown, shows_progress
+from torch import nn
+
+from hooks.base import Texts, is_fully_sharded, shown, shows_progress
 from interp.features.evaluation import evaluate_sae
 from interp.many import decisions
 from interp.many.division import whole
@@ -83,8 +85,8 @@ def over_examples(
         ValueError: if there are no examples; if a function of your own decides something from all
             examples, such as `steps="auto"`, or selects labels from the examples; if a metric
             contains data of single examples and cannot be divided; if there are fewer parts than
-            shards; or if a shard has not finished its parts. Errors of the analysis have a note
-            with the part.
+            shards; if a shard has not finished its parts; or if a fully sharded model (FSDP) gets
+            `shard` or an executor. Errors of the analysis have a note with the part.
         TypeError: if the executor has no `submit`, or the analysis returns another kind of result.
         HookError: if a worker dies. The error names the part, and the same call repeats it.
 
@@ -101,6 +103,7 @@ def over_examples(
     _require_arguments(analysis, executor)
     analysis, options = _without_partial(analysis, options)
     model = loaded(make_model)
+    _require_all_parts(model, executor, shard)
     all_examples = whole(
         analysis,
         model,
@@ -140,6 +143,20 @@ def _require_arguments(analysis: Callable[..., Any], executor: Any) -> None:
         raise TypeError(
             "executor must have submit(), such as ProcessPoolExecutor(8), or be "
             f"interp.store.Ray(...); got {shown(executor)}"
+        )
+
+
+def _require_all_parts(model: nn.Module, executor: Any, shard: tuple[int, int] | None) -> None:
+    """Check that each process of a fully sharded model runs all parts, in order.
+
+    Raises:
+        ValueError: if the processes may make different runs, and would wait for each other forever.
+    """
+    is_divided = shard is not None or executor is not None
+    if is_divided and any(map(is_fully_sharded, model.modules())):
+        raise ValueError(
+            "a fully sharded model (FSDP) runs in all of its processes together, so each process "
+            "must run all parts; got shard= or executor=: leave them out"
         )
 
 

@@ -95,6 +95,9 @@ ANALYSES = {
         m, PROMPTS, "blocks.1.mlp_out", temporary(), per_file=2, progress=p
     ),
     "load": lambda i, m, p: loaded(p).W_E,
+    "over_examples": lambda i, m, p: i.over_examples(
+        i.attribution_patching, m, several(i), "z", at_once=2, progress=p
+    ),
     "attribution_graph": lambda i, m, p: (
         i.attribution_graph(
             m,

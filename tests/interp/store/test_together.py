@@ -7,6 +7,7 @@ weights raise an error.
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from hooks import HookError
-from interp import Pairs, edge_attribution
+from interp import Pairs, attribution_patching, edge_attribution, over_examples
 from interp.store import Activations, harvest
 from tests.reference import variant
 
@@ -65,6 +66,15 @@ def work(folder, rank):
         except TypeError as error:
             print(error)
         torch.distributed.barrier()
+        # One process would run two parts, and the other would run one.
+        pairs = Pairs(torch.tensor([[3, 1, 4]] * 3), torch.tensor([[3, 1, 5]] * 3), [[2, 6]] * 3)
+        over = partial(over_examples, attribution_patching, model, pairs, "mlp_out", at_once=1)
+        try:
+            over(out=f"{folder}/parts-{how}", shard=(rank, 2))
+        except ValueError as error:
+            print(error)
+        print(f"{len(over().values[0, 0])} examples")
+        torch.distributed.barrier()
         try:
             harvest(model, stream(rank), names, f"{folder}/broken-{how}", **options)
         except (HookError, OSError) as error:
@@ -90,6 +100,8 @@ def test_jobs_of_a_sharded_model_may_be_uneven(tmp_path):
     assert [process.returncode for process in started] == [0, 0], ended
     for rank, (output, _) in enumerate(ended):
         assert output.count("by FSDP") == 2
+        assert output.count("each process must run all parts") == 2
+        assert output.count("3 examples") == 2
         error = "OSError: the disk is gone" if rank == 1 else "HookError: process 1 of this fully"
         assert output.count(error) == 2
     whole = harvest(
