@@ -251,9 +251,8 @@ def _least_squares(
             ratios = coefficients / (coefficients - solution).clamp(min=1e-300)
             ratios = ratios.where(falls, torch.inf)
             nearest = ratios.amin(-1, keepdim=True)
-            moved = coefficients + nearest.clamp(max=1) * (solution - coefficients)
+            coefficients = coefficients + nearest.clamp(max=1) * (solution - coefficients)
             is_positive = is_positive & ~(falls & (ratios <= nearest))
-            coefficients = moved * is_positive
             solution = _solved(gram, products, is_positive)
         coefficients = solution
     return coefficients.to(start)

@@ -2,6 +2,8 @@
 its loader accepts.
 """
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -34,6 +36,8 @@ def test_a_file_of_transformer_lens():
     assert lens.about["corpus"] == "words"
     assert "no matrix for layer 0" in repr(lens)
     assert lens.error.isnan().all()
+    assert lens.merged(lens).about == lens.about
+    assert lens.merged(dataclasses.replace(lens, about={"corpus": "code"})).about == {}
 
 
 def test_the_lens_reads_the_stream_after_the_layer_of_the_file(tmp_path):
