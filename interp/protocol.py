@@ -1,6 +1,7 @@
 """The parts of a model that analyses need in addition to its hook points, and runs of a model."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
@@ -176,6 +177,8 @@ def of(model: nn.Module, *parts: str) -> Any:
         )
         if language is not model and "unembed" in missing:
             hint = "the modules after its blocks give no logits of tokens"
+            if (n_streams := getattr(language, "n_streams", 1)) > 1:
+                hint = f"its residual stream has {n_streams} vectors for each token"
         if language is not model and not hasattr(language, "blocks"):
             hint = "it has no blocks of a text alone, whose last stream the logits are read from"
         raise TypeError(
@@ -199,6 +202,24 @@ def require_uncompiled(model: nn.Module) -> None:
             "the model must not be compiled, because analyses register different hooks in each "
             "run; "
             f"got a compiled {type(inner).__name__}: give {remedy}"
+        )
+
+
+def require_one_vector(axes: Sequence[str], name: str) -> None:
+    """Check that a residual stream has one vector for each token.
+
+    Args:
+        axes: the axes of the stream.
+        name: the name of its point.
+
+    Raises:
+        ValueError: if it has several vectors for each token, on an axis `stream`.
+    """
+    if "stream" in axes:
+        raise ValueError(
+            f"the residual stream must have one vector for each token; got the axes "
+            f"{' '.join(axes)} at {name} (other analyses, such as activation_patching, can read "
+            "this model)"
         )
 
 

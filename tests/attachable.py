@@ -75,6 +75,10 @@ def made(name, attention=None, config=None):
     with torch.no_grad():
         for value in [*model.parameters(), *buffers]:
             value.copy_(value.mean() + 0.3 * torch.randn(value.shape))
+        # The experts of each token are a table. Give each token different experts.
+        for name, table in model.named_buffers():
+            if name.endswith("tid2eid"):
+                table.copy_(torch.arange(table.numel()).view_as(table) % N)
     return model
 
 

@@ -26,7 +26,7 @@ from hooks.base import Text, generator, to_device
 from hooks.shared import names_by_layer
 from interp.diffing.twins import Batch, TwoModels
 from interp.numbers.precision import divergence
-from interp.protocol import logits_of, n_logits, of
+from interp.protocol import logits_of, n_logits, of, require_one_vector
 from interp.results.result import Result
 
 # The largest number of logits of one model that are computed together: 16 MiB in float64.
@@ -61,8 +61,11 @@ def stream_change(
 
     Raises:
         UnknownNameError: if the models have no `resid_post`.
+        ValueError: if the stream has several vectors for each token.
     """
     names = names_by_layer("resid_post", models.runner.points)
+    for name in names.values():
+        require_one_vector(models.runner.points[name].axes, name)
     n_pos = max(map(len, rows))
     shape = len(names), n_pos, len(rows)
     stream = {name: torch.full(shape, torch.nan) for name in ("difference", *_CONTROLS[1:])}

@@ -15,7 +15,7 @@ from hooks import HookedRunner
 from hooks.base import at_least_float32, config_hash, storage, to_device
 from hooks.shared import names_by_layer
 from interp.json_form import Table, form
-from interp.protocol import of, runner_of
+from interp.protocol import of, require_one_vector, runner_of
 
 L = TypeVar("L", bound="AffineLens")
 # The number of logits that are computed together: 32 MiB in float32.
@@ -55,7 +55,8 @@ def for_fit(model: nn.Module) -> tuple[HookedRunner, list[str]]:
     Raises:
         UnknownNameError: if the model has no such points.
         ModeError: if any part of the model is in training mode.
-        ValueError: if PyTorch's inference mode is on.
+        ValueError: if PyTorch's inference mode is on, or the stream has several vectors for each
+            token.
     """
     if torch.is_inference_mode_enabled():
         raise ValueError("fitting a lens needs gradients; got PyTorch's inference mode")
@@ -63,7 +64,9 @@ def for_fit(model: nn.Module) -> tuple[HookedRunner, list[str]]:
     entering, leaving = (
         names_by_layer(name, runner.points) for name in ("resid_pre", "resid_post")
     )
-    return runner, [*entering.values(), leaving[max(leaving)]]
+    names = [*entering.values(), leaving[max(leaving)]]
+    require_one_vector(runner.points[names[0]].axes, names[0])
+    return runner, names
 
 
 @dataclass(frozen=True, eq=False, repr=False)

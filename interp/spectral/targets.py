@@ -14,7 +14,7 @@ from hooks.base import require_kind, require_room, to_device, wide_dtype, withou
 from interp.inputs.cached import mask_of, nan_at_padding
 from interp.json_form import Table, form
 from interp.kinds import require_cache, require_made
-from interp.protocol import LanguageModel, of
+from interp.protocol import LanguageModel, of, require_one_vector
 from interp.runs.sites import Some
 from interp.spectral.factored import FactoredMatrix
 from interp.spectral.singular import SVD, randomized_svd, svd
@@ -269,6 +269,7 @@ def residual_stream(
     """
     require_cache(cache)
     _names(cache, (point,), 'mode="residual"')
+    require_one_vector(cache.axes((point, 0)), point)
     stream = cache.stack(point)
     require_kind("windows", windows, kind=Tensor, words="a boolean tensor [batch, pos]")
     if windows.dtype != torch.bool or windows.shape != stream.shape[1:3]:

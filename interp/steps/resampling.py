@@ -41,7 +41,7 @@ from interp.inputs.offsets import offsets_of
 from interp.inputs.texts import padded
 from interp.json_form import Table, form
 from interp.kinds import require_made
-from interp.protocol import of, runner_of
+from interp.protocol import of, require_one_vector, runner_of
 from interp.results.result import Result
 from interp.steps.spans import sentence_starts, spans_of_tokens, word_starts
 from interp.steps.stepping import Steps
@@ -415,9 +415,9 @@ def _cosines(
     rows = [[first, *tokens] for tokens in (steps.tokens[span.start : span.stop], *rewritten)]
     text = padded(rows, runner.model, range(len(rows)))
     layer = of(runner.model, "config").config.n_layers // 2
-    cache = runner.capture(
-        text.tokens, names=f"blocks.{layer}.resid_post", **text.arguments(runner.model)
-    )
+    name = f"blocks.{layer}.resid_post"
+    require_one_vector(runner.points[name].axes, name)
+    cache = runner.capture(text.tokens, names=name, **text.arguments(runner.model))
     values = at_least_float32(cache["resid_post", layer])[:, 1:]
     mask = text.real[:, 1:].to(values.device)
     sums = (values * mask[..., None]).sum(1)

@@ -28,6 +28,7 @@ from models.attached.context import CACHES, AttachedContext, repeatable_context
 from models.attached.forward import Forward, PaddedPositions
 from models.attached.original import (
     HOOKED,
+    KernelName,
     base_of,
     configs_of,
     is_config,
@@ -88,6 +89,9 @@ class Attached(ReadsText):
         blocks: the model's own blocks that read a text.
         unembed: a function that returns the logits of a residual stream.
         layouts: the modules of the blocks.
+        n_streams: the number of vectors of the residual stream for each token. With more than one
+            vector, streams are [batch, pos, stream, d_model], and the model has no `unembed` and no
+            plain form.
         settings: the settings of `attach`. The value is None while `attach` runs.
 
     >>> from models import attach
@@ -123,11 +127,18 @@ class Attached(ReadsText):
         self._family = getattr(getattr(model, "config", None), "model_type", None)
         self._configs: dict[nn.Module, tuple[Any, Any]] = {}
         self.settings: AttachSettings | None = None
+        self.n_streams = 1
+        self._has_streams_first = False
         self._n_withs = 0
 
-    def take_over(self) -> None:
-        """Give the modules configs that ask for attention with points; create the forward."""
-        self._configs = _own_configs(self.model)
+    def take_over(self, is_equal: bool = False) -> None:
+        """Give the modules configs that ask for attention with points; create the forward.
+
+        Args:
+            is_equal: whether the name of this attention is also equal to the name of the model's
+                own kernel; see `KernelName`. Default: False.
+        """
+        self._configs = _own_configs(self.model, KernelName if is_equal else str)
         self.forward = Forward(self.base)
 
     def read_through(self, stacks: Sequence[Stack]) -> None:
@@ -151,7 +162,10 @@ class Attached(ReadsText):
         self.blocks = nn.ModuleList(call.module for call in chain)
         self.layouts = stack.layouts
         logit_cap = 0.0
-        if (unembed := unembed_of(self.model, probe, chain[-1])) is not None:
+        if stack.stream_axis is not None:
+            self.n_streams = chain[0].inputs[0].shape[2]
+            self._has_streams_first = stack.stream_axis == 0
+        elif (unembed := unembed_of(self.model, probe, chain[-1])) is not None:
             self.unembed = unembed
             logit_cap = unembed.cap
         d_model = chain[0].inputs[0].shape[-1]
@@ -357,29 +371,36 @@ class Attached(ReadsText):
     ) -> AttachedContext | None:
         """Return the context of a run, from the recorded calls of the blocks.
 
-        The context is None if the blocks cannot be called again.
+        The context is None if the blocks cannot be called again, or have several vectors for each
+        token.
 
         Args:
             calls: the arguments of each block, positional and by name.
             model_arguments: the model's arguments besides the tokens.
         """
+        if self.n_streams > 1:
+            return None
         return repeatable_context(list(self.blocks), calls, model_arguments)
 
     def input_resid(
         self, tokens: Int[Tensor, "batch pos"], context: AttachedContext | None = None
-    ) -> Float[Tensor, "batch pos d_model"]:
+    ) -> Float[Tensor, "batch pos *stream d_model"]:
         """Return the residual stream that enters the first block."""
         with Session() as session:
             session.before(self.blocks[0], _stop)
             try:
                 self.model(tokens, **self.needed | (context.given if context else {}))
             except _Reached as reached:
-                return reached.args[0]
+                stream: Tensor = reached.args[0]
+                return stream.movedim(0, 2) if self._has_streams_first else stream
         raise RuntimeError("the model must call its first block")
 
     def run_block(
-        self, layer: int, resid: Float[Tensor, "batch pos d_model"], context: AttachedContext
-    ) -> Float[Tensor, "batch pos d_model"]:
+        self,
+        layer: int,
+        resid: Float[Tensor, "batch pos *stream d_model"],
+        context: AttachedContext,
+    ) -> Float[Tensor, "batch pos *stream d_model"]:
         """Return the residual stream that leaves a block.
 
         Args:
@@ -387,7 +408,9 @@ class Attached(ReadsText):
             resid: the residual stream that enters the block.
             context: a context from `context_of`.
         """
-        return next(tensors_in(self.blocks[layer](resid, **context.arguments(layer))))
+        stream = resid.movedim(2, 0) if self._has_streams_first else resid
+        leaving = next(tensors_in(self.blocks[layer](stream, **context.arguments(layer))))
+        return leaving.movedim(0, 2) if self._has_streams_first else leaving
 
     def logits(
         self, resid: Float[Tensor, "batch pos d_model"], last: int
@@ -505,8 +528,12 @@ def _stop(args: Any, kwargs: Any) -> None:
     raise _Reached(next(iter((*args, *kwargs.values()))))
 
 
-def _own_configs(model: nn.Module) -> dict[nn.Module, tuple[Any, Any]]:
+def _own_configs(model: nn.Module, named: type[str]) -> dict[nn.Module, tuple[Any, Any]]:
     """Give every module of the model a copy of its config that asks for `hooked_attention`.
+
+    Args:
+        model: the model.
+        named: the class of the name of this attention.
 
     Returns:
         For each module, its original config and an unchanged copy of it. `_carry_changes` compares
@@ -522,7 +549,7 @@ def _own_configs(model: nn.Module) -> dict[nn.Module, tuple[Any, Any]]:
     }
     for module, config in configs.items():
         module.config = hooked = deepcopy(config, hooked_copies)
-        hooked._attn_implementation_internal = HOOKED + kernel_name(config)
+        hooked._attn_implementation_internal = named(HOOKED + kernel_name(config))
     return originals
 
 

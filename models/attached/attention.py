@@ -27,20 +27,22 @@ from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from hooks import FusedUnlessHooked, HookError, HookPoint, HookPoints
-from hooks.base import at_least_float32, carried, library, tensors_in, wide_dtype
+from hooks.base import at_least_float32, carried, is_same, library, tensors_in, wide_dtype
 from hooks.shared import is_listened_to
 from models.attached.context import (
     AttachedPast,
     Keys,
     cached_layer,
     first_new,
+    forget_further_keys,
+    n_further_keys,
     number_of,
     passed,
     past_of,
     take_cache,
 )
 from models.attached.original import HOOKED, Kernel, configs_of, kernel_name, kernel_of
-from models.attached.probe import ATTENTION, FUSED, kind_of
+from models.attached.probe import ATTENTION, FUSED, ProbeRun, kind_of
 from models.attached.wires import Replaced, fire, rows_of
 from models.dot_product import require_room_for_scores
 
@@ -177,6 +179,7 @@ class AttentionPoints(HookPoints):
             kwargs: the options of the module's attention function; see `KernelOptions`.
         """
         cache, layer_cache, new = self.cached(key, query.shape[2])
+        is_both = key is value
         query = fire(self.q, query.transpose(1, 2)).transpose(1, 2)
         key = passed(
             self.k,
@@ -185,6 +188,7 @@ class AttentionPoints(HookPoints):
             cached=getattr(layer_cache, "keys", None),
             cache=cache,
             is_lent=self.is_lent,
+            is_both=is_both,
         )
         value = passed(
             self.v,
@@ -193,18 +197,20 @@ class AttentionPoints(HookPoints):
             cached=getattr(layer_cache, "values", None),
             cache=cache,
             is_lent=self.is_lent,
+            is_both=is_both,
         )
         end = key.shape[2]
         if hasattr(self, "scores") and (
             is_listened_to(self.scores) or is_listened_to(self.pattern)
         ):
             # Leave out the free places of a static cache, because the points show only real keys.
-            end = new.stop
+            end = new.stop + n_further_keys()
         if end < key.shape[2]:
             key, value = key[:, :, :end], value[:, :, :end]
             mask = mask[..., :end] if isinstance(mask, Tensor) else mask
         mix = self._mix if hasattr(self, "scores") else self._fused
         z, pattern = mix(module, query, key, value, mask, **kwargs)
+        forget_further_keys()
         return fire(self.z, z), pattern
 
     def cached(self, key: Keys, n_pos: int) -> tuple[Any, Any, range]:
@@ -220,7 +226,7 @@ class AttentionPoints(HookPoints):
         cache = take_cache()
         layer = number_of(self.module)
         layer_cache = None if isinstance(cache, AttachedPast) else cached_layer(cache, layer)
-        start = first_new(key, n_pos, cache=cache, layer=layer)
+        start = first_new(key, n_pos, cache=cache, layer=layer) - n_further_keys()
         return cache, layer_cache, range(start, start + n_pos)
 
     def _fused(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
@@ -242,7 +248,7 @@ class AttentionPoints(HookPoints):
         key, value = (_repeated(part, groups) for part in (key, value))
         scaling = query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
         computed = torch.matmul(query, key.transpose(2, 3)) * scaling
-        scores = fire(self.scores, computed)
+        scores = _fire_own(self.scores, computed)
         is_edited = scores is not computed
         masked = _masked_scores(scores, mask, options=options, is_edited=is_edited)
         without_keys = queries_without_keys(scores, masked) if is_edited else None
@@ -254,7 +260,7 @@ class AttentionPoints(HookPoints):
             pattern = _softmax_with_sink(masked, options.s_aux)
         if without_keys is not None:
             pattern = pattern.masked_fill(without_keys, 0)
-        pattern = fire(self.pattern, pattern)
+        pattern = _fire_own(self.pattern, pattern)
         weights = F.dropout(pattern, options.dropout, module.training).to(value.dtype)
         return torch.matmul(weights, value).transpose(1, 2).contiguous(), pattern
 
@@ -290,6 +296,43 @@ def queries_without_keys(
     lowest = torch.finfo(masked.dtype).min / 2
     has_lost_keys = torch.isneginf(scores).any(-1, keepdim=True)
     return has_lost_keys & (masked.amax(-1, keepdim=True) <= lowest)
+
+
+def _fire_own(point: HookPoint, value: Float[Tensor, "batch head query key"]) -> Tensor:
+    """Pass the columns of positions through a point, and leave the columns of further keys."""
+    n_further = n_further_keys()
+    if not n_further:
+        return fire(point, value)
+    own = value[..., :-n_further]
+    new = fire(point, own)
+    return value if new is own else torch.cat([new, value[..., -n_further:]], -1)
+
+
+def further_keys(module: nn.Module, probe: ProbeRun) -> nn.Module | None:
+    """Return the module inside attention whose output is appended to the keys of positions.
+
+    The result is None without such a module. Its output may be empty, because the text of the run
+    is short.
+
+    Args:
+        module: the attention module.
+        probe: a run.
+    """
+    keys = next((keys for attending, keys in probe.keys if attending is module), None)
+    attends = next((call for call in probe.single if call.module is module), None)
+    if keys is None or attends is None or not attends.inputs or attends.inputs[0].ndim != 3:
+        return None
+    n_pos = attends.inputs[0].shape[1]
+    for call in probe.single:
+        output = call.output
+        is_inside = attends.began < call.began and call.ended < attends.ended
+        if not is_inside or output is None or output.ndim != 4:
+            continue
+        further = keys[:, :, n_pos:].to(output)
+        # The keys are copied, so the bits are equal.
+        if further.shape == output.shape and is_same(further, output):
+            return call.module
+    return None
 
 
 def _repeated(part: Tensor, groups: int) -> Tensor:

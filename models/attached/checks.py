@@ -104,6 +104,9 @@ def _check_streams(wiring: Wiring) -> None:
     shared = [n for n, layout in enumerate(layouts) if layout.mid_in is not None]
     if not shared:
         return
+    if wiring.stack.stream_axis is not None:
+        _check_several_streams(wiring, shared)
+        return
     parts = ("resid_mid", "mlp_out", "resid_post")
     if layouts[shared[0]].cross is not None:
         parts = ("resid_mid", "cross_out", "resid_mid_cross")
@@ -117,6 +120,29 @@ def _check_streams(wiring: Wiring) -> None:
         if not is_close(mid + added, post, mid, added):
             wiring.drop(wiring.blocks[n], "resid_mid")
             wiring.stack.left_out["resid_mid"] = "the later stream is computed from a copy of it"
+
+
+def _check_several_streams(wiring: Wiring, blocks: Sequence[int]) -> None:
+    """Remove `resid_mid` of blocks with several vectors for each token if an edit has no effect.
+
+    The later stream is not a sum. But if the stream and the output of the MLP are 0, it must be 0.
+    """
+    hooks = dict[str, Any]()
+    names = list[str]()
+    for n in blocks:
+        hooks |= dict.fromkeys((wiring.name_of(n, p) for p in ("resid_mid", "mlp_out")), _zeros)
+        names.append(wiring.name_of(n, "resid_post"))
+    _, cache = _run(wiring, names, hooks)
+    for n, name in zip(blocks, names, strict=True):
+        # All terms are products with 0, which rounding cannot change.
+        if cache[name].any():
+            wiring.drop(wiring.blocks[n], "resid_mid")
+            wiring.stack.left_out["resid_mid"] = "the later stream is computed from a copy of it"
+
+
+def _zeros(value: Tensor, point: object) -> Tensor:
+    """Return zeros."""
+    return torch.zeros_like(value)
 
 
 def _rolled(value: Tensor, point: object) -> Tensor:

@@ -64,6 +64,40 @@ class CacheGiven(Wire):
             _cache.set(next(filter(is_cache, (*args, *kwargs.values())), None))
 
 
+# The number of keys of the attention module that runs now that are not keys of positions.
+_n_further: ContextVar[int] = ContextVar("n_further", default=0)
+
+
+def n_further_keys() -> int:
+    """Return how many keys of the attention module that runs now are not keys of positions.
+
+    They are the last keys.
+    """
+    return 0 if torch.compiler.is_compiling() else _n_further.get()
+
+
+def forget_further_keys() -> None:
+    """Set the number of keys that are not keys of positions to 0, for the next attention module."""
+    if not torch.compiler.is_compiling():
+        _n_further.set(0)
+
+
+@dataclass(eq=False)
+class FurtherKeys(Wire):
+    """A hook on a module inside attention that returns keys which are not keys of positions.
+
+    Attention appends them to the keys of positions, for example one key that stands for several
+    earlier positions (DeepSeek V4).
+    """
+
+    point: HookPoint
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Store the number of the keys, until attention has run."""
+        if not torch.compiler.is_compiling():
+            _n_further.set(next(tensors_in(output)).shape[2])
+
+
 class AttachedPast:
     """Keys and values of one layer at earlier positions.
 
@@ -142,7 +176,13 @@ def first_new(keys: Keys, new: int, cache: Any, layer: Any) -> int:
 
 
 def passed(
-    point: HookPoint, keys: Keys, new: range, cached: Any, cache: Any, is_lent: bool
+    point: HookPoint,
+    keys: Keys,
+    new: range,
+    cached: Any,
+    cache: Any,
+    is_lent: bool,
+    is_both: bool = False,
 ) -> Keys:
     """Return all keys or values, with the `new` ones as they leave a point.
 
@@ -153,6 +193,7 @@ def passed(
         cached: the tensor of the cache that must receive edited keys or values for later calls.
         cache: the cache, or None.
         is_lent: whether later modules use the same tensor, and must see an edit too.
+        is_both: whether one tensor is both the keys and the values. Default: False.
 
     Raises:
         HookError: if edited keys or values cannot be stored in the cache.
@@ -168,7 +209,13 @@ def passed(
     if not is_lent and (cache is None or isinstance(cache, AttachedPast)):
         if len(new) == keys.shape[2]:
             return after.transpose(1, 2)
-        return torch.cat([keys[:, :, : new.start], after.transpose(1, 2)], 2)
+        earlier, later = keys[:, :, : new.start], keys[:, :, new.stop :]
+        return torch.cat([earlier, after.transpose(1, 2), later], 2)
+    if is_both:
+        raise HookError(
+            "keys and values of this model are one tensor in its cache, so they cannot be edited "
+            "separately in a run with a cache (run with use_cache=False)"
+        )
     if not is_lent and not _is_part(cached, keys):
         problem = (
             "keys and values of this model cannot be edited in a run with a cache, because its "

@@ -36,6 +36,25 @@ After the prefix comes the name of the model's own kernel.
 """
 
 
+class KernelName(str):
+    """The name of `hooked_attention`, which is also equal to the name of the model's own kernel.
+
+    Some modules compute a part of their mask only if the name of their kernel is in a list.
+
+    >>> name = KernelName("hooked_sdpa")
+    >>> name in ("eager", "sdpa"), {"hooked_sdpa": 1}[name]
+    (True, 1)
+    """
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return str(self) == other or str(self).removeprefix(HOOKED) == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
 def configs_of(model: nn.Module) -> dict[nn.Module, Any]:
     """Return the config of each module that has one."""
     configs = {module: vars(module).get("config") for module in model.modules()}

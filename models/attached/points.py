@@ -26,8 +26,9 @@ from models.attached.attention import (
     CrossPoints,
     TracedCross,
     TracedPoints,
+    further_keys,
 )
-from models.attached.context import CacheGiven, number_of, past_of
+from models.attached.context import CacheGiven, FurtherKeys, number_of, past_of
 from models.attached.experts import ChosenOutputs, Copies, ExpertPoints, Experts, Gated, Routing
 from models.attached.forward import Forward, Generate, StackForward
 from models.attached.layout import BlockLayout
@@ -54,6 +55,8 @@ from models.attached.wires import (
 )
 
 STREAM, HIDDEN = "batch pos d_model", "batch pos d_mlp"
+STREAMS = "batch pos stream d_model"
+"""The axes of a stream with several vectors for each token."""
 MLP_OUT = "what the MLP adds to the residual stream"
 SPLIT_AXES = {"head", "kv_head", "d_mlp"}
 """The axes that tensor-parallel plans split."""
@@ -291,6 +294,9 @@ class Wiring:
         probe = self.stack.probe
         first = self.stack.chain[0]
         stream = first.inputs[0]
+        if self.stack.stream_axis is not None:
+            # The first of several vectors of a token is its embedding.
+            stream = stream[:, :, 0]
         embedding = embedding_of(root)
         before = [
             call for call in probe.single if call.ended < first.began and call.output is not None
@@ -350,7 +356,7 @@ class Wiring:
     def block(self, layout: BlockLayout) -> BlockPoints:
         """Return the points of one block."""
         points: Any = BlockPoints(layout.block)
-        points.resid_pre = HookPoint(STREAM, "residual stream entering the block")
+        points.resid_pre = self._stream("residual stream entering the block")
         self._listen(layout.block, BlockInput(points.resid_pre))
         self._norm(points, "ln1", layout)
         if layout.attention is not None:
@@ -358,6 +364,8 @@ class Wiring:
             points.attn = (TracedPoints if is_traced else AttentionPoints)(layout.attention)
             points.layer = number_of(layout.attention)
             self._listen(layout.attention, CacheGiven(points.attn.k))
+            if (further := further_keys(layout.attention, self.stack.probe)) is not None:
+                self._listen(further, FurtherKeys(points.attn.v))
         self._norm(points, "ln1_post", layout)
         if layout.attn_out:
             meaning = "what attention adds to the residual stream"
@@ -366,7 +374,7 @@ class Wiring:
             meaning = "what a mixer of positions other than attention adds to the residual stream"
             points.mixer_out = self._added(HookPoint(STREAM, meaning), layout.mixer_out)
         if layout.mid_in or layout.mid_out:
-            points.resid_mid = HookPoint(STREAM, "residual stream between the two sublayers")
+            points.resid_mid = self._stream("residual stream between the two sublayers")
         if layout.mid_in:
             self._listen(layout.mid_in, Input(points.resid_mid, is_shared=True))
         if layout.cross is not None:
@@ -379,9 +387,17 @@ class Wiring:
         self._norm(points, "ln2_post", layout)
         if layout.mlp_out:
             points.mlp_out = self._added(HookPoint(STREAM, MLP_OUT), layout.mlp_out)
-        points.resid_post = HookPoint(STREAM, "residual stream leaving the block")
+        points.resid_post = self._stream("residual stream leaving the block")
         self._listen(layout.block, Output(points.resid_post))
         return points
+
+    def _stream(self, meaning: str) -> HookPoint:
+        """Return a point of the residual stream."""
+        axis = self.stack.stream_axis
+        point = HookPoint(STREAM if axis is None else STREAMS, meaning)
+        if axis == 0:
+            vars(point)["streams_first"] = True
+        return point
 
     def _cross(self, points: Any, layout: BlockLayout) -> None:
         """Add the points of attention to an encoder, and of the stream after it."""
@@ -453,9 +469,31 @@ class Wiring:
                 continue
             # Nothing is computed between the last block and its norm, so there is no rounding.
             if call.inputs and is_same(call.inputs[0], last.output) and (norm := norm_of(call)):
-                points = HookPoints(norm.module)
-                self.owner.ln_final = self._around(points, norm)
+                self._add_final(norm)
                 return
+        if self.stack.stream_axis is not None:
+            self._final_norm_of_streams()
+
+    def _add_final(self, norm: TracedNorm) -> None:
+        """Add `ln_final` at a norm."""
+        self.owner.ln_final = self._around(HookPoints(norm.module), norm)
+
+    def _final_norm_of_streams(self) -> None:
+        """Add `ln_final` at the norm whose output the map to the logits reads."""
+        single = self.stack.probe.single
+        last = self.stack.chain[-1]
+        later = [call for call in single if call.began > last.ended and call.inputs]
+        logits = self.stack.probe.logits
+        assert logits is not None
+        heads = [
+            call for call in later if call.output is not None and call.output.shape == logits.shape
+        ]
+        for call in later:
+            for head in heads:
+                # The map reads the same tensor, so there is no rounding.
+                if is_same(head.inputs[0], call.output) and (norm := norm_of(call)):
+                    self._add_final(norm)
+                    return
 
 
 def _keep_outputs_last(module: nn.Module) -> None:

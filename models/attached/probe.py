@@ -38,6 +38,12 @@ PRODUCTS = ("matmul", "bmm", "baddbmm")
 ATTENTION, FUSED = ("product", "softmax", "product"), "fused"
 """The kinds of functions in a module with its own attention code: three in order, or one."""
 
+MASKS = ("scatter", "scatter_", "masked_fill", "masked_fill_", "where")
+"""The functions with which a model may hide keys, for example all keys but a few for each query.
+
+In a short run, these few may be all keys. Then the logits do not show whether the functions ran.
+"""
+
 
 def kind_of(func: Any, *arguments: Any) -> str | None:
     """Return the part of attention that a function of PyTorch computes, if it is in attention.
@@ -112,7 +118,7 @@ class ProbeRun:
         copied: the function that copies tensors.
         parts: the parts of attention that any code computed, in order. They are None if PyTorch's
             functions were not watched.
-        functions: the names of the functions that computed these parts.
+        functions: the names of the functions that computed these parts or may change a mask.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -158,18 +164,34 @@ class ProbeRun:
             is_joined = tensor.ndim == 2 and len(tensor) == math.prod(shape)
             return tensor.unflatten(0, shape) if is_joined else tensor
 
+        return self._changed(by_text)
+
+    def with_streams_third(self, stream: Tensor) -> "ProbeRun":
+        """Return the record with [batch, pos, stream, d_model] for [stream, batch, pos, d_model].
+
+        Args:
+            stream: a tensor with the axis of streams first. Tensors of this shape are changed.
+        """
+
+        def by_text(tensor: Tensor) -> Tensor:
+            return tensor.movedim(0, 2) if tensor.shape == stream.shape else tensor
+
+        return self._changed(by_text)
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> "ProbeRun":
+        """Return the record with a function of each tensor instead of the tensor."""
         calls = [
             replace(
                 call,
-                inputs=[*map(by_text, call.inputs)],
-                output=None if call.output is None else by_text(call.output),
+                inputs=[*map(change, call.inputs)],
+                output=None if call.output is None else change(call.output),
             )
             for call in self.calls
         ]
         return replace(self, calls=calls)
 
     def is_as(self, before: "Alone") -> bool:
-        """Return whether the logits and the attention functions are the same as in `before`.
+        """Return whether the logits and the functions of attention are the same as in `before`.
 
         Recording only copies tensors. So both runs call the same functions on the same tensors, and
         the logits are equal bit by bit.
@@ -233,7 +255,7 @@ class Watching(TorchFunctionMode):
 
     Attributes:
         parts: the kinds of the parts, in order.
-        functions: the names of PyTorch's functions that computed the parts.
+        functions: the names of PyTorch's functions that computed the parts or may change a mask.
     """
 
     def __init__(self, probe: ProbeRun | None = None) -> None:
@@ -249,6 +271,8 @@ class Watching(TorchFunctionMode):
         if kind := kind_of(func, args, kwargs):
             self.parts.append(kind)
             self.functions.append(func.__name__)
+        elif getattr(func, "__name__", "") in MASKS:
+            self.functions.append(func.__name__)
         output = func(*args, **(kwargs or {}))
         if self._probe and self._probe._open and getattr(func, "__name__", "") == "linear":
             self._probe._open[-1].maps.append(output.shape[-1])
@@ -261,7 +285,7 @@ class Alone(NamedTuple):
     Attributes:
         example: its arguments.
         logits: its logits.
-        functions: the names of the functions that computed attention.
+        functions: the names of the functions that computed attention or may change a mask.
     """
 
     example: ExampleArguments
@@ -345,8 +369,10 @@ def recorded(attached: Any, examples: Sequence[ExampleArguments]) -> list[ProbeR
 def _probed(attached: Any, before: Alone, is_second: bool) -> ProbeRun:
     """Return a record of the model's run on an example.
 
-    If the record of the first example shows no attention, or its run differs from `before`, the
-    configs are restored, and the run is recorded again while PyTorch's functions are watched.
+    If the run of the first example differs from `before`, the name of the attention with points is
+    made equal to the name of the model's own kernel, because the model may compare it. If the run
+    still differs, or shows no attention, the configs are restored, and the run is recorded again
+    while PyTorch's functions are watched.
 
     Args:
         attached: the model's parts.
@@ -358,6 +384,10 @@ def _probed(attached: Any, before: Alone, is_second: bool) -> ProbeRun:
     # is always watched.
     watch = is_second or is_encoder_decoder(attached.model)
     probe = probed(attached.model, before, watch)
+    if probe.attention and not probe.is_as(before) and not is_second:
+        attached.restore_configs()
+        attached.take_over(is_equal=True)
+        probe = probed(attached.model, before, watch)
     if not (probe.attention and probe.is_as(before)) and not is_second:
         attached.restore_configs()
         probe = probed(attached.model, before, watch=True)

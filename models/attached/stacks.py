@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from hooks.base import is_close, is_same, tensors_in, without_gradients
 from hooks.shared import OptionalPoints, Session
-from models.attached.layout import BlockLayout, Roles, layout_of
+from models.attached.layout import BlockLayout, Roles, candidates_of, layout_of
 from models.attached.original import (
     ADVICE,
     SHAPE,
@@ -42,6 +42,7 @@ from models.attached.original import (
 )
 from models.attached.parts import factors_of
 from models.attached.probe import Call, ProbeRun
+from models.attached.streams import axis_of_streams, layout_of_streams
 from models.attached.wires import Replaced
 from models.mode import mode
 
@@ -54,7 +55,10 @@ class Stack:
         name: the prefix of its points; empty for the blocks of the text.
         chain: the calls of its blocks, in order.
         probe: the record of the run in which the blocks were called. Rows and positions are two
-            axes of its tensors, also if the blocks see them as one axis.
+            axes of its tensors, also if the blocks see them as one axis. With several vectors for
+            each token, the stream is [batch, pos, stream, d_model].
+        stream_axis: the index of the axis of streams in the model's own tensors; None if the blocks
+            have one vector for each token.
         layouts: the parts of its blocks.
         left_out: the reason for each point, or group of points, that is missing, by its name.
     """
@@ -62,6 +66,7 @@ class Stack:
     name: str
     chain: Sequence[Call]
     probe: ProbeRun
+    stream_axis: int | None = None
     layouts: list[BlockLayout] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
 
@@ -160,7 +165,11 @@ def find_stacks(
         known = roles if stack.name in ("", "encoder", "decoder") else Roles()
         for call in stack.chain:
             with reading(model, call.name):
-                stack.layouts.append(layout_of(call, stack.probe, known, config))
+                if stack.stream_axis is None:
+                    stack.layouts.append(layout_of(call, stack.probe, known, config))
+                else:
+                    candidates = candidates_of(call, stack.probe, known)
+                    stack.layouts.append(layout_of_streams(candidates))
         stack.left_out |= _left_out(model, stack, kernels)
         if stack.name:
             for layout in stack.layouts:
@@ -218,13 +227,13 @@ def stacks_of(model: nn.Module, probes: Sequence[ProbeRun], blocks: str | None) 
     known = set[nn.Module]()
     for probe in probes:
         chains = _chains(probe, model, blocks)
-        new = [(chain, record) for chain, record in chains if chain[0].module not in known]
+        new = [found for found in chains if found[0][0].module not in known]
         if is_encoder_decoder(model):
             # If several stacks have the same name, take the first one. Stacks with attention come
             # first.
             named = {
                 _name(chain, "encoder|decoder", "encoder"): n
-                for n, (chain, _) in reversed([*enumerate(new)])
+                for n, (chain, *_) in reversed([*enumerate(new)])
             }
         else:
             # Towers do not run on tokens alone. So in a run of texts, take only the first stack.
@@ -238,7 +247,9 @@ def stacks_of(model: nn.Module, probes: Sequence[ProbeRun], blocks: str | None) 
 
 
 def _named_towers(
-    stacks: Sequence[tuple[list[Call], ProbeRun]], tokens: Tensor | None, has_text: bool
+    stacks: Sequence[tuple[list[Call], ProbeRun, int | None]],
+    tokens: Tensor | None,
+    has_text: bool,
 ) -> dict[str, int]:
     """Return a name for each stack, with the index of the stack.
 
@@ -247,7 +258,7 @@ def _named_towers(
     the last stack whose stream has the shape of the tokens, or else the only stack.
 
     Args:
-        stacks: the calls of the blocks of each stack, with the run.
+        stacks: the calls of the blocks of each stack, with the run and the axis of streams.
         tokens: the tokens that the model reads; None if it reads no tokens.
         has_text: whether the stack of the text was found in an earlier run. It is then not among
             `stacks`, and no stack has an empty name.
@@ -286,8 +297,10 @@ def _name(chain: Sequence[Call], words: str, default: str) -> str:
 
 def _chains(
     probe: ProbeRun, model: nn.Module, blocks: str | None
-) -> list[tuple[list[Call], ProbeRun]]:
-    """Return the calls of the blocks of each stack, and the record with rows and positions apart.
+) -> list[tuple[list[Call], ProbeRun, int | None]]:
+    """Return the calls of the blocks of each stack, the record, and the axis of streams.
+
+    The record has rows and positions as two axes. The axis is None for one vector for each token.
 
     The stacks are the lists of modules with attention, ordered by their number of weights, the
     largest first. If no attention is recognised, the only stack is the largest list. In a model
@@ -310,13 +323,18 @@ def _chains(
         calls_of_list = [call for call in probe.calls if call.module in {*listed}]
         times = Counter(call.module for call in calls_of_list)
         first = next((call.inputs[0] for call in calls_of_list if call.inputs), torch.empty(0))
-        apart = probe.apart(_shape(first))
+        tokens = probe.example.tokens
+        texts = SHAPE if tokens is None else (tokens.shape[0], tokens.shape[1])
+        axis = axis_of_streams(calls_of_list[0], probe, texts) if calls_of_list else None
+        apart = probe.apart(_shape(first) if axis is None else texts)
+        if axis == 0:
+            apart = apart.with_streams_third(first)
         calls = {call.module: call for call in apart.calls}
         chain = [calls[block] for block in listed if block in calls]
-        if why := _problem(chain, {times[block] for block in listed}):
+        if why := _problem(chain, {times[block] for block in listed}, 3 if axis is None else 4):
             problem = f"has blocks in {_list_of(model, listed)!r} that {why}"
         else:
-            stacks.append((chain, apart))
+            stacks.append((chain, apart, axis))
     if not stacks:
         raise AttachError(
             "the model must have a ModuleList of blocks that run once each, in order, on a stream "
@@ -448,17 +466,18 @@ def _meaning(call: Call) -> str:
     return " (positions in rows and columns, or several streams)"
 
 
-def _problem(chain: Sequence[Call], times: set[int]) -> str | None:
+def _problem(chain: Sequence[Call], times: set[int], n_axes: int) -> str | None:
     """Return the reason why calls are not a chain of blocks; None if they are.
 
     Args:
         chain: the calls.
         times: how many times the blocks ran. It must contain only 1.
+        n_axes: the number of axes of the stream.
     """
     if times != {1}:
         return f"run {' or '.join(map(str, sorted(times)))} times"
     for call in chain:
-        if not call.inputs or call.output is None or call.output.ndim != 3:
+        if not call.inputs or call.output is None or call.output.ndim != n_axes:
             if call.output is None:
                 return "return no tensor"
             return f"return {[*call.output.shape]}{_meaning(call)}"

@@ -231,6 +231,10 @@ def _require_parts(language: Any) -> None:
     Raises:
         ValueError: if a part is missing. The error names the part.
     """
+    if language.n_streams > 1:
+        raise _not_found(
+            None, f"one vector of the stream for each token, not {language.n_streams},"
+        )
     for n, layout in enumerate(language.layouts):
         if layout.mid_out is not None:
             raise _not_found(

@@ -35,14 +35,28 @@ def rows_of(stream: Tensor) -> tuple[int, int]:
     return (stream.shape[0], stream.shape[1]) if stream.ndim > 2 else (1, len(stream))
 
 
+def rows_first(point: HookPoint, stream: Tensor) -> Tensor:
+    """Return a stream with the axes of its point.
+
+    Some models have the axis of streams first, [stream, batch, pos, d_model]. Their points have the
+    attribute `streams_first`, and show [batch, pos, stream, d_model].
+    """
+    return stream.movedim(0, 2) if carried(point, "streams_first") else stream
+
+
 def fire(point: HookPoint, value: Tensor) -> Tensor:
     """Pass a value through a point, and return the result in the layout of the value.
 
-    If rows and positions share an axis of the value, the point sees them as two axes. If a model is
-    split over processes, the point sees the heads and neurons of all processes.
+    If rows and positions share an axis of the value, the point sees them as two axes. If the value
+    has the axis of streams first, the point sees it third. If a model is split over processes, the
+    point sees the heads and neurons of all processes.
     """
     if not is_listened_to(point):
         return point(value) if value.ndim == len(point.axes) else value
+    if carried(point, "streams_first"):
+        shown = rows_first(point, value)
+        new = point(shown)
+        return value if new is shown else new.movedim(2, 0)
     texts = texts_read.get()
     apart = value
     if value.ndim != len(point.axes):
@@ -141,7 +155,7 @@ class BlockInput(Input):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the arguments with the result of the point; None if they do not change."""
         if not torch.compiler.is_compiling():
-            stream = next(tensors_in((args, kwargs)))
+            stream = rows_first(self.point, next(tensors_in((args, kwargs))))
             if stream.ndim > 2 or len(stream) != math.prod(texts_read.get()):
                 texts_read.set(rows_of(stream))
         return super().__call__(module, args, kwargs)
