@@ -29,7 +29,10 @@ def folder(package, inner):
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         pytest.skip(f"needs the weights in the package {package}")
-    return Path(spec.submodule_search_locations[0]) / inner
+    path = Path(spec.submodule_search_locations[0]) / inner
+    if not path.is_dir():  # antiberty 1.0 downloads its weights from elsewhere
+        pytest.skip(f"this version of {package} contains no weights")
+    return path
 
 
 def loaded(path):
