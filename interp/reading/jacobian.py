@@ -255,7 +255,10 @@ class JacobianLens(AffineLens):
         pursuit = pursue(rows, jacobian, unembedding=unembedding, k=k)
         shape = vectors.shape[:-1]
         writer = writer_of(model)
-        first = pursuit.tokens[0]
+        words = None
+        if writer is not None:
+            first = pursuit.tokens[0].tolist()
+            words = ["" if token < 0 else writer(token) for token in first]
         return LensDecomposition(
             tokens=pursuit.tokens.view(*shape, -1),
             coefficients=pursuit.coefficients.view(*shape, -1),
@@ -263,7 +266,7 @@ class JacobianLens(AffineLens):
             shares=pursuit.shares.view(*shape, -1),
             rest=pursuit.rest.view(vectors.shape),
             layer=layer,
-            words=None if writer is None else writer(first[first >= 0]),
+            words=words,
         )
 
     def _parts(

@@ -54,7 +54,8 @@ class LensDecomposition(plots.Shown):
             selection, from 0 to 1.
         rest: the vectors minus their sums.
         layer: the layer of the lens.
-        words: the tokens of the first vector as text; None if the model has no tokenizer.
+        words: the tokens of the first vector as text, and empty texts after the last one; None if
+            the model has no tokenizer.
     """
 
     tokens: Int[Tensor, "*batch selected"]
@@ -85,6 +86,8 @@ class LensDecomposition(plots.Shown):
     def view(self) -> plots.View:
         """Draw the lengths of the lens vectors in the first vector."""
         rows = self._first()
+        if not rows:
+            return plots.View(f"lens vectors of layer {self.layer}", [], says=[repr(self)])
         result = Result(
             torch.tensor([[length] for _, length, _, _ in rows]),
             ("token", "example"),
@@ -156,7 +159,8 @@ def pursue(
         for rows in split_rows(vectors[None], unembedding.shape[1])
     ]
     joined = Pursuit(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
-    used = int((joined.tokens >= 0).any(0).sum())
+    # A table has at least one column, also if no lens vector points in the direction of a vector.
+    used = max(1, int((joined.tokens >= 0).any(0).sum()))
     return Pursuit(
         tokens=joined.tokens[:, :used],
         coefficients=joined.coefficients[:, :used],

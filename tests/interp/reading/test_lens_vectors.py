@@ -9,6 +9,7 @@ from scipy.optimize import nnls
 
 from hooks import HookedRunner
 from interp import JacobianLens, edits, run_with_cache
+from tests.shipped import pydoc
 
 VOCAB, D, LAYERS = 23, 7, 3
 
@@ -105,6 +106,25 @@ def test_a_planted_sum_is_found(model, lens):
     assert len(table) == 2 + len(found)
     assert table[-1].endswith("0.0%")
     assert "token" in str(made.view().parts)
+
+
+def test_sums_of_different_sizes_are_printed():
+    model, zeros = pydoc(), torch.zeros(4, 128)
+    lens = JacobianLens(torch.eye(128).repeat(4, 1, 1), zeros, "", 1, zeros[:, 0])
+    a, b = lens.vectors(model, ["a", "b"], layer=3)
+    # The characters are fewer than the dimensions, so one vector is orthogonal to all of them.
+    orthogonal = torch.linalg.svd(model.W_U.detach())[0][:, -1]
+    made = lens.decompose(model, torch.stack([a, 2 * a + b, orthogonal]), layer=3)
+    assert made.tokens.tolist() == [[64, -1], [64, 65], [-1, -1]]
+    assert made.words == ["a", ""]
+    assert repr(made).splitlines()[-1].split() == ["64", "'a'", f"{a.norm():.4g}", "1", "0.0%"]
+    assert made.as_json()["tables"]["first.words"]["values"] == ["a", ""]
+    alone = lens.decompose(model, orthogonal, layer=3)
+    assert alone.tokens.tolist() == [-1]
+    assert alone.shares.tolist() == [1]
+    assert len(repr(alone).splitlines()) == 2
+    assert "token" in alone.view()._repr_html_()
+    torch.testing.assert_close(alone.rest, orthogonal)
 
 
 def test_a_run_is_patched_along_one_lens_vector(model, lens):
