@@ -19,6 +19,7 @@ from hooks.base import Text, require_choice
 from interp.attribution_graphs.descent import TARGETS_AT_ONCE, Descent, Targets
 from interp.attribution_graphs.frozen import FrozenRun
 from interp.attribution_graphs.nodes import AttentionCell, Node
+from interp.attribution_graphs.readings import LinearReads
 from interp.attribution_graphs.targets import promoted_tokens
 from interp.numbers.ranks import largest_rows
 from interp.reading.attending import (
@@ -101,12 +102,15 @@ def _rows_of_head(
     readings, number = run.scores_of(layer).part(side, number)
     directions = weights[pos, None, None] * run.like(readings.directions(number)[0, pos])
     offset = weights[pos, None] * run.like(readings.constant[0, pos, number])
-    attention = run.graph.layers[layer].attention
     d_head = directions.shape[1]
-    reading = run.reading(attention.norm, attention.reads)
+    reading = run.attention(layer).reading
     places = pos.repeat_interleave(d_head)
     flat = directions.flatten(0, 1)
-    targets = run.targets(reading, 2 * layer, pos=places, direction=flat, offset=offset.flatten())
+    targets = run.targets(
+        LinearReads(
+            reading=reading, stage=2 * layer, pos=places, direction=flat, offset=offset.flatten()
+        )
+    )
     row_of_target = torch.arange(d_head, device=pos.device).repeat(len(pos))
     return Descent(run, targets, row=row_of_target).rows
 

@@ -17,13 +17,14 @@ get the whole effect `gradient · score` of this score. So a row adds up to the 
 plus twice the sum of `gradient · score` over all scores. This second term is `moved`.
 """
 
+from bisect import bisect_left, bisect_right
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hooks.base import without_gradients
+from hooks.base import to_device, without_gradients
 
 TARGETS_AT_ONCE = 256
 """The number of targets that are carried down at once. A larger number is not faster."""
@@ -52,6 +53,60 @@ class Targets(NamedTuple):
     direction: Float[Tensor, "target d_model"]
     bias: Float[Tensor, " target"]
     total: Float[Tensor, " target"]
+
+
+class _Order:
+    """The order in which targets are added, and the order of their rows.
+
+    Targets are sorted by stage. Rows are sorted by the highest stage of their targets, in
+    descending order. Then the rows with a target above some stage are the first rows.
+
+    Args:
+        targets: the targets.
+        row: the row of each target; see `Descent`.
+
+    Attributes:
+        stop: the position after the last target.
+        targets: the index of each target, in the order of this object.
+        pos, row: the position and the sorted row of each target, in this order.
+        rows: the index of each row, in the order of this object.
+        back: the inverse of `rows`.
+    """
+
+    def __init__(self, targets: Targets, row: Int[Tensor, " target"] | None) -> None:
+        device = targets.stage.device
+        numbers = [targets.stage, targets.pos, *([] if row is None else [row])]
+        # This is the only wait for the device.
+        stages, positions, *listed = torch.stack(numbers).tolist()
+        rows = listed[0] if listed else [*range(len(stages))]
+        last = [-1] * (max(rows, default=-1) + 1)
+        for number, stage in zip(rows, stages, strict=True):
+            last[number] = max(last[number], stage)
+        order = sorted(range(len(last)), key=lambda number: -last[number])
+        place = [0] * len(order)
+        for sorted_row, number in enumerate(order):
+            place[number] = sorted_row
+        by_stage = sorted(range(len(stages)), key=lambda target: stages[target])
+        self._stages = [stages[target] for target in by_stage]
+        self._last = [last[number] for number in reversed(order)]
+        self.stop = max(positions, default=-1) + 1
+        of_targets = [
+            by_stage,
+            [positions[target] for target in by_stage],
+            [place[rows[target]] for target in by_stage],
+        ]
+        self.targets, self.pos, self.row = to_device(
+            torch.tensor(of_targets, dtype=torch.long), device
+        )
+        self.rows, self.back = to_device(torch.tensor([order, place], dtype=torch.long), device)
+
+    def n_above(self, stage: int) -> int:
+        """Return the number of rows with a target above a stage."""
+        return len(self._last) - bisect_right(self._last, stage)
+
+    def at(self, stage: int) -> slice:
+        """Return the sorted targets of a stage."""
+        return slice(bisect_left(self._stages, stage), bisect_right(self._stages, stage))
 
 
 class Descent:
@@ -94,83 +149,110 @@ class Descent:
         self._moves = attention
         self._keep = keep
         self.cells = {}
-        stage, pos, direction, bias, _ = targets
-        row = torch.arange(len(stage), device=stage.device) if row is None else row
-        # Sort rows by the highest stage of their targets, in descending order. Then the rows with a
-        # target above some stage are the first rows.
-        last = stage.new_zeros(int(row.max()) + 1).scatter(0, row, stage)
-        order = last.argsort(descending=True, stable=True)
-        back = order.argsort()
-        row, last = back[row], last[order]
-        self._strengths = None if strengths is None else strengths[order]
+        order = _Order(targets, row)
         # With causal attention, a target only depends on its own and earlier positions. So all
         # directions are 0 at the positions after the last target.
-        self._stop = int(pos.max()) + 1 if run.is_causal else len(run.tokens)
-        directions = direction.new_zeros(self._stop, len(last), direction.shape[-1])
-        self.rows = directions.new_zeros(len(last), run.n_sources)
-        self.moved = directions.new_zeros(len(last))
-        self.rows[:, -1].index_add_(0, row, bias)
+        self._stop = order.stop if run.is_causal else len(run.tokens)
+        self._strengths = None if strengths is None else strengths[order.rows]
+        n_rows = len(order.rows)
+        directions = targets.direction.new_zeros(self._stop, n_rows, targets.direction.shape[-1])
+        self.rows = directions.new_zeros(n_rows, run.n_sources)
+        self.moved = directions.new_zeros(n_rows)
+        # The effects of the constants, which become the last column of the rows.
+        self._constants = directions.new_zeros(n_rows)
+        self._constants.index_add_(0, order.row, targets.bias[order.targets])
+        sorted_directions = targets.direction[order.targets]
         n_stages = 2 * len(run.graph.layers)
         for now in range(n_stages, -1, -1):
             # Carry the directions of targets above this sublayer through the sublayer, and then add
             # the targets that read the stream below it.
             if now < n_stages:
-                self._go_down(now, directions[:, : int((last > now).sum())])
-            at = (stage == now).nonzero()[:, 0]
-            directions[pos[at], row[at]] = direction[at]
+                self._go_down(now, directions[:, : order.n_above(now)])
+            at = order.at(now)
+            if at.start < at.stop:
+                directions[order.pos[at], order.row[at]] = sorted_directions[at]
         column = len(run.layer) + len(run.tokens) * len(run.errors)
         for n, part in enumerate(run.inputs[:, : self._stop]):
-            added = torch.einsum("ptd,pd->tp", directions, part)
+            added = (directions @ part[:, :, None])[..., 0].mT
             if n in run.embeddings:
                 self.rows[:, column : column + self._stop] = added
                 column += len(run.tokens)
             else:
-                self.rows[:, -1] += added.sum(1)
-        self.rows = self.rows[back]
-        self.moved = self.moved[back]
+                self._constants += added.sum(1)
+        self.rows[:, -1] = self._constants
+        self.rows = self.rows[order.back]
+        self.moved = self.moved[order.back]
 
     def _go_down(self, stage: int, directions: Float[Tensor, "pos target d_model"]) -> None:
         """Carry directions in the stream above a sublayer to the stream below it, in place."""
+        if not directions.numel():
+            return
         n, is_mlp = divmod(stage, 2)
-        if not self._run.graph.layers[n].is_parallel:
-            directions.copy_(
-                self._mlp(n, directions) if is_mlp else directions + self._attention(n, directions)
-            )
-        elif not is_mlp:
-            directions.copy_(self._mlp(n, directions) + self._attention(n, directions))
+        through = []
+        # In a parallel block, attention and the MLP read the same stream, at the stage of
+        # attention.
+        if bool(is_mlp) != self._run.graph.layers[n].is_parallel:
+            through.append(self._mlp(n, directions))
+        if not is_mlp:
+            through.append(self._attention(n, directions))
+        for part in through:
+            if part is not None:
+                directions.add_(part)
 
     def _mlp(
         self, n: int, directions: Float[Tensor, "pos target d_model"]
-    ) -> Float[Tensor, "pos target d_model"]:
-        """Store the effects of the features, the error and the constants of an MLP's output, and
-        return the directions in the stream before the MLP.
+    ) -> Float[Tensor, "pos target d_model"] | None:
+        """Store the effects of the features, the error and the constants of an MLP's output.
+
+        Returns:
+            The directions in the stream before the MLP, for the paths through the skip connection;
+            None without one.
         """
         run = self._run
-        rows = self.rows[: directions.shape[1]]
+        stop, n_rows, _ = directions.shape
         if n not in run.errors:
-            return directions
+            return None
+        rows = self.rows[:n_rows]
         first = len(run.layer) + len(run.tokens) * [*run.errors].index(n)
-        rows[:, first : first + len(directions)] = torch.einsum(
-            "ptd,pd->tp", directions, run.errors[n][: len(directions)]
-        )
-        rows[:, -1] += torch.einsum("ptd,pd->t", directions, run.constants[n][: len(directions)])
+        rows[:, first : first + stop] = (directions @ run.errors[n][:stop, :, None])[..., 0].mT
+        if n in run.constants:
+            self._constants[:n_rows].addmv_(directions.sum(0), run.constants[n])
         for layer, (_, decoders) in run.transcoders.items():
-            if not 0 <= n - layer < len(decoders):
-                continue
-            W_dec = decoders[n - layer]
-            begin = int((run.layer < layer).sum())
-            counts = run.pos[run.layer == layer].bincount(minlength=len(run.tokens)).tolist()
-            for direction, count in zip(directions, counts, strict=False):
-                columns = slice(begin, begin + count)
-                written = run.like(W_dec[run.feature[columns]])
-                rows[:, columns] += direction @ written.mT * run.activation[columns]
-                begin += count
+            if 0 <= n - layer < len(decoders):
+                self._add_features(layer, decoders[n - layer], directions)
         skip = run.transcoders[n].dictionary.W_skip if n in run.transcoders else None
         if skip is None:
-            return directions
+            return None
         reading = run.readings[n]
         through = reading.linear.before(directions @ run.like(skip).mT)
-        return directions + through / reading.scale[: len(directions), None]
+        return through / reading.scale[:stop, None]
+
+    def _add_features(
+        self,
+        layer: int,
+        W_dec: Float[Tensor, "feature d_model"],
+        directions: Float[Tensor, "pos target d_model"],
+    ) -> None:
+        """Add the effects of the features of a layer, through one of their decoders.
+
+        Args:
+            layer: the layer of the features.
+            W_dec: the decoder.
+            directions: the directions at the place that the decoder writes.
+        """
+        run = self._run
+        padded = run.padded_features(layer, self._stop)
+        if not padded.groups:
+            return
+        effects = []
+        for positions, features in padded.groups:
+            written = run.like(W_dec[features])  # [pos, slot, d_model]
+            by_slot = directions[positions] @ written.mT  # [pos, target, slot]
+            effects.append(by_slot.transpose(0, 1).flatten(1))
+        of_groups = effects[0] if len(effects) == 1 else torch.cat(effects, 1)
+        columns = slice(padded.first, padded.first + len(padded.slot))
+        of_features = of_groups.index_select(1, padded.slot)
+        self.rows[: directions.shape[1], columns].addcmul_(of_features, run.activation[columns])
 
     def _attention(
         self, n: int, directions: Float[Tensor, "pos target d_model"]
@@ -181,30 +263,34 @@ class Descent:
         """
         run = self._run
         stop, n_targets, _ = directions.shape
-        rows = self.rows[:n_targets]
+        constants = self._constants[:n_targets]
         layer = run.graph.layers[n]
-        attention = layer.attention.sublayer
-        added, scale = layer.heads.added, layer.heads.scale
-        assert added is not None
-        rows[:, -1] += directions.sum(0) @ run.like(added.constant)
-        along = directions if scale is None else directions / run.at(scale)[:stop, None]
-        rows[:, -1] += along.sum(0) @ run.like(added.bias)
-        W_O, W_V, b_V = (run.like(part) for part in (added.weight, attention.W_V, attention.b_V))
+        frozen = run.attention(n)
+        scale = layer.heads.scale
+        if scale is None:
+            along = directions
+            constants.addmv_(directions.sum(0), frozen.bias + frozen.constant)
+        else:
+            along = directions / run.at(scale)[:stop, None]
+            constants.addmv_(directions.sum(0), frozen.constant)
+            constants.addmv_(along.sum(0), frozen.bias)
+        W_O = frozen.after.after(run.like(layer.attention.sublayer.W_O))
+        W_V = run.like(layer.attention.sublayer.W_V)
         heads, d_head, _ = W_O.shape
         at_z = (along @ W_O.flatten(0, 1).mT).unflatten(-1, (heads, d_head))
         if self._strengths is not None:
             at_z = at_z * self._strengths[:n_targets, n, :, None]
-        pattern = run.at(attention.pattern)[:, :stop, :stop]
+        pattern = run.at(layer.attention.sublayer.pattern)[:, :stop, :stop]
         flat = at_z.permute(2, 0, 1, 3).reshape(heads, stop, n_targets * d_head)
-        at_v = (pattern.mT @ flat).view(len(W_V), heads // len(W_V), stop, n_targets, d_head).sum(1)
-        reading = run.reading(layer.attention.norm, layer.attention.reads)
-        # The constant part of the value vectors: their bias, and the bias of the norm times W_V.
-        constant = b_V + torch.einsum("d,hde->he", run.like(reading.linear.bias), W_V)
-        rows[:, -1] += torch.einsum("hpte,he->t", at_v, constant)
-        at_norm = at_v.permute(1, 2, 0, 3).flatten(2) @ W_V.mT.flatten(0, 1)
+        at_v = (pattern.mT @ flat).view(len(W_V), heads // len(W_V), stop, n_targets, d_head)
+        # Several heads may share the values of one key head.
+        summed = at_v.sum(1) if at_v.shape[1] > 1 else at_v[:, 0]
+        at_values = summed.permute(1, 2, 0, 3).flatten(2)
+        constants.addmv_(at_values.sum(0), frozen.value_constant)
+        at_norm = at_values @ W_V.mT.flatten(0, 1)
         if self._moves:
-            at_norm += self._moved(n, at_z, reading.linear.bias)
-        return reading.linear.before(at_norm) / reading.scale[:stop, None]
+            at_norm += self._moved(n, at_z, frozen.reading.linear.bias)
+        return frozen.reading.linear.before(at_norm) / frozen.reading.scale[:stop, None]
 
     def _moved(
         self, n: int, at_z: Float[Tensor, "pos target head d_head"], bias: Tensor
@@ -238,6 +324,6 @@ class Descent:
                 direction, constants = (run.like(vectors) for vectors in side.pulled_back(gradient))
                 direction = direction[:, 0]
                 through_scores[:, part] += direction[:, :stop].transpose(0, 1)
-                self.rows[part, -1] += constants + direction.sum(1) @ bias
+                self._constants[part] += constants + direction.sum(1) @ bias
                 self.moved[part] += run.like(at_scores * scores.scores).sum((1, 2, 3, 4))
         return through_scores

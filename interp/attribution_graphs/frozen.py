@@ -18,9 +18,12 @@ The last source is the sum of all constants that norms, attention and transcoder
 source, the effects on a target add up to the value of the target.
 """
 
+import itertools
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -36,32 +39,16 @@ from hooks.base import (
     writer_of,
 )
 from interp.attribution_graphs.descent import Descent, Targets
+from interp.attribution_graphs.padded import PaddedFeatures, grouped
+from interp.attribution_graphs.readings import FrozenAttention, FrozenReading, LinearReads
 from interp.attribution_graphs.transcoders import AnyTranscoders, LayerTranscoder, by_layer
 from interp.features.places import warn_of_place
 from interp.graph import Graph
 from interp.graph.norms import LinearPart, is_identity, linear_part
 from interp.graph.scores import BlockScores
 from interp.inputs.texts import text_for
-from interp.numbers.precision import finite, like
+from interp.numbers.precision import all_finite, finite, like
 from interp.protocol import logits_of, of
-
-
-class FrozenReading(NamedTuple):
-    """A value of the run that attention, a transcoder or the unembedding reads, and the norm whose
-    output it is.
-
-    Attributes:
-        name: the name of the hook point of the value.
-        value: the value.
-        linear: everything in the norm except the division by its scale. It is the identity if the
-            value is the residual stream.
-        scale: the values by which the norm divides. They are 1 if the value is the residual stream.
-    """
-
-    name: str
-    value: Float[Tensor, "pos d_model"]
-    linear: LinearPart
-    scale: Float[Tensor, "pos 1"]
 
 
 class FrozenRun:
@@ -141,6 +128,8 @@ class FrozenRun:
             for number, transcoder in self.transcoders.items()
         }
         self.final = self.reading(getattr(self.model, "ln_final", None), self.graph.points[-1])
+        self._padded: dict[tuple[int, int], PaddedFeatures] = {}
+        self._attentions: dict[int, FrozenAttention] = {}
         self._encode(first)
 
     def _run(self, tokens: Int[Tensor, "1 pos"]) -> Float[Tensor, "1 pos vocab"]:
@@ -153,7 +142,8 @@ class FrozenRun:
         """Return True if no query attends to a later key."""
         patterns = (self.at(layer.attention.sublayer.pattern) for layer in self.graph.layers)
         # Compare with exactly 0: the exponential of a masked score underflows to 0.
-        return not any(pattern.triu(1).any() for pattern in patterns)
+        later = [pattern.triu(1).any() for pattern in patterns]
+        return not (later and torch.stack(later).any())
 
     def _inputs(self, dtype: torch.dtype) -> Float[Tensor, "writer pos d_model"]:
         """Return the values that the embeddings add to the stream, or only the input of the first
@@ -184,15 +174,14 @@ class FrozenRun:
         An error is the output of an MLP minus the contributions of active features and constants.
         """
         self.errors = {n: self.at(mlp.added) for n, mlp in self._mlps.items()}
-        self.constants = {n: torch.zeros_like(error) for n, error in self.errors.items()}
+        self.constants: dict[int, Tensor] = {}
         empty = self.tokens.new_zeros(0)
         active = [(empty, empty, empty, self.logits[0, :0])]
         for n in self.transcoders:
             self._explain_constants(n)
             pos, feature, activation = self._explain_features(n, first)
             active.append((torch.full_like(pos, n), pos, feature, activation))
-        for n, error in self.errors.items():
-            finite(error, f"the error of layer {n}")
+        all_finite({f"the error of layer {n}": error for n, error in self.errors.items()})
         self.layer, self.pos, self.feature, self.activation = map(
             torch.cat, zip(*active, strict=True)
         )
@@ -201,11 +190,10 @@ class FrozenRun:
         """Subtract the bias and the skip connection of a layer's transcoder from the error."""
         dictionary = self.transcoders[n].dictionary
         reading = self.readings[n]
-        explained = self.like(dictionary.b_dec)
-        self.constants[n] += explained
+        explained = self.constants[n] = self.like(dictionary.b_dec)
         if dictionary.W_skip is not None:
             W_skip = self.like(dictionary.W_skip)
-            self.constants[n] += self.like(reading.linear.bias) @ W_skip
+            self.constants[n] = explained + reading.linear.bias @ W_skip
             explained = explained + reading.value @ W_skip
         self.errors[n] = self.errors[n] - explained
 
@@ -221,11 +209,14 @@ class FrozenRun:
         dictionary, decoders = self.transcoders[n]
         features = dictionary.encode(self.readings[n].value)
         features[:first] = 0
-        used = finite(features, f"the features of layer {n}").any(0).nonzero()[:, 0]
+        used = features.any(0).nonzero()[:, 0]
+        activations = self.like(features[:, used])
+        numbers = {f"the features of layer {n}": features}
         for later, decoder in enumerate(decoders, n):
-            finite(decoder[used], f"the decoder of layer {n} to layer {later}")
-            output = self.like(features[:, used]) @ self.like(decoder[used])
-            self.errors[later] = self.errors[later] - output
+            rows = decoder[used]
+            numbers[f"the decoder of layer {n} to layer {later}"] = rows
+            self.errors[later] = self.errors[later] - activations @ self.like(rows)
+        all_finite(numbers)
         pos, feature = features.nonzero().T
         return pos, feature, self.like(features[pos, feature])
 
@@ -274,6 +265,73 @@ class FrozenRun:
         names = self.graph.writers[: len(self.inputs)]
         return [number for number, name in enumerate(names) if not name.endswith("bias")]
 
+    @cached_property
+    def counts(self) -> dict[int, list[int]]:
+        """The number of active features at each position, by the layer of a transcoder."""
+        n_pos = len(self.tokens)
+        cells = self.layer * n_pos + self.pos
+        n_layers = len(self.graph.layers)
+        counts = torch.bincount(cells, minlength=n_layers * n_pos).view(n_layers, n_pos).tolist()
+        return {n: counts[n] for n in self.transcoders}
+
+    def padded_features(self, layer: int, stop: int) -> PaddedFeatures:
+        """Return the active features of a layer at the positions before `stop`."""
+        if (layer, stop) not in self._padded:
+            self._padded[layer, stop] = self._pad(layer, stop)
+        return self._padded[layer, stop]
+
+    def _pad(self, layer: int, stop: int) -> PaddedFeatures:
+        """Compute `padded_features`."""
+        counts = self.counts[layer][:stop]
+        first = sum(sum(self.counts[n]) for n in self.counts if n < layer)
+        groups, slot = grouped(counts)
+        features = self.feature[first : first + len(slot)]
+        return PaddedFeatures(
+            first=first,
+            groups=[
+                (self._places(group.positions), features[self._index(group.features)])
+                for group in groups
+            ],
+            slot=self._index(slot),
+        )
+
+    def _places(self, positions: Sequence[int]) -> slice | Int[Tensor, " pos"]:
+        """Return a slice of positions in a row, or their indices."""
+        start, stop = positions[0], positions[-1] + 1
+        return slice(start, stop) if stop - start == len(positions) else self._index(positions)
+
+    def _index(self, numbers: Sequence[Any]) -> Int[Tensor, "..."]:
+        """Return indices on the device of the logits."""
+        return to_device(torch.tensor(numbers, dtype=torch.long), self.logits.device)
+
+    def attention(self, n: int) -> FrozenAttention:
+        """Return the attention of a layer, with all vectors in the dtype of the logits."""
+        if n not in self._attentions:
+            self._attentions[n] = self._freeze_attention(n)
+        return self._attentions[n]
+
+    def _freeze_attention(self, n: int) -> FrozenAttention:
+        """Compute `attention`."""
+        layer = self.graph.layers[n]
+        attention = layer.attention
+        added = layer.heads.added
+        assert added is not None
+        reading = self.reading(attention.norm, attention.reads)
+        W_V, b_V = (self.like(part) for part in (attention.sublayer.W_V, attention.sublayer.b_V))
+        after = self._in_our_dtype(linear_part(attention.after, self.inputs.shape[-1]))
+        return FrozenAttention(
+            reading=reading,
+            after=after,
+            bias=self.like(added.bias),
+            constant=self.like(added.constant),
+            value_constant=(b_V + reading.linear.bias @ W_V).flatten(),
+        )
+
+    def _in_our_dtype(self, linear: LinearPart) -> LinearPart:
+        """Return the linear part of a norm on the device and in the dtype of the logits."""
+        gain = None if linear.gain is None else self.like(linear.gain)
+        return replace(linear, gain=gain, bias=self.like(linear.bias))
+
     @without_gradients
     def of_features(self, sources: Int[Tensor, " target"]) -> Targets:
         """Return the pre-activations of features as targets.
@@ -283,25 +341,41 @@ class FrozenRun:
                 from the end.
         """
         sources = sources % len(self.layer)
+        order, sizes = self._by_layer(sources)
+        ordered = sources[order]
         parts = []
-        # Sort the sources by layer, because targets are computed layer by layer, and restore the
-        # order at the end.
-        ordered, order = sources.sort()
-        for n, (dictionary, _) in self.transcoders.items():
-            chosen = ordered[self.layer[ordered] == n]
-            direction = self.like(dictionary.W_enc[:, self.feature[chosen]].mT)
-            offset = self.like(dictionary.offset[self.feature[chosen]])
-            stage = 2 * n + (not self.graph.layers[n].is_parallel)
+        features = self.feature[ordered].split([*sizes.values()])
+        places = self.pos[ordered].split([*sizes.values()])
+        for n, feature, pos in zip(sizes, features, places, strict=True):
+            dictionary = self.transcoders[n].dictionary
             parts.append(
-                self.targets(
-                    self.readings[n],
-                    stage,
-                    pos=self.pos[chosen],
-                    direction=direction,
-                    offset=offset,
+                LinearReads(
+                    reading=self.readings[n],
+                    stage=2 * n + (not self.graph.layers[n].is_parallel),
+                    pos=pos,
+                    direction=self.like(dictionary.W_enc[:, feature].mT),
+                    offset=self.like(dictionary.offset[feature]),
                 )
             )
-        return Targets(*(torch.cat(part)[order.argsort()] for part in zip(*parts, strict=True)))
+        back = order.argsort()
+        return Targets(*(field[back] for field in self.targets(*parts)))
+
+    def _by_layer(
+        self, sources: Int[Tensor, " target"]
+    ) -> tuple[Int[Tensor, " target"], dict[int, int]]:
+        """Sort features by layer.
+
+        Args:
+            sources: the indices of the features among the active features.
+
+        Returns:
+            The order of the features, and the number of features in each layer with a transcoder.
+        """
+        ends = [*itertools.accumulate(sum(counts) for counts in self.counts.values())]
+        numbers = [bisect_right(ends, source) for source in sources.tolist()]
+        order = sorted(range(len(numbers)), key=lambda place: numbers[place])
+        sizes = {n: numbers.count(number) for number, n in enumerate(self.counts)}
+        return self._index(order), sizes
 
     @without_gradients
     def of_logits(
@@ -320,11 +394,13 @@ class FrozenRun:
         direction, offset = self.of_vocabulary(weights)
         at = self.tokens.new_zeros(len(weights)) + pos
         return self.targets(
-            self.final,
-            2 * len(self.graph.layers),
-            pos=at % len(self.tokens),
-            direction=direction,
-            offset=offset,
+            LinearReads(
+                reading=self.final,
+                stage=2 * len(self.graph.layers),
+                pos=at % len(self.tokens),
+                direction=direction,
+                offset=offset,
+            )
         )
 
     def of_vocabulary(
@@ -368,28 +444,25 @@ class FrozenRun:
         """
         return Descent(self, targets, strengths, row=row).rows
 
-    def targets(
-        self,
-        reading: FrozenReading,
-        stage: int,
-        pos: Int[Tensor, " target"],
-        direction: Float[Tensor, "target d_model"],
-        offset: Float[Tensor, " target"],
-    ) -> Targets:
-        """Return targets of the form `direction · value + offset`.
-
-        Args:
-            reading: the value that all these targets read, and its norm.
-            stage: the place of the value among the sublayers; see `Targets`.
-            pos: the position of the value that each target reads.
-            direction: the direction of each target.
-            offset: the offset of each target.
-        """
-        total = (reading.value[pos] * direction).sum(-1) + offset
-        bias = direction @ self.like(reading.linear.bias) + offset
-        stream = reading.linear.before(direction) / reading.scale[pos]
+    def targets(self, *parts: LinearReads) -> Targets:
+        """Return targets of the form `direction · value + offset`, one part after the other."""
+        streams = []
+        biases = []
+        for reading, _, pos, direction, _ in parts:
+            streams.append(reading.linear.before(direction) / reading.scale[pos])
+            biases.append(direction @ reading.linear.bias)
+        pos, offset, direction = (
+            torch.cat([getattr(part, name) for part in parts])
+            for name in ("pos", "offset", "direction")
+        )
+        value = torch.cat([part.reading.value[part.pos] for part in parts])
+        stages = [[part.stage] * len(part.pos) for part in parts]
         return Targets(
-            stage=torch.full_like(pos, stage), pos=pos, direction=stream, bias=bias, total=total
+            stage=self._index([*itertools.chain.from_iterable(stages)]),
+            pos=pos,
+            direction=torch.cat(streams),
+            bias=torch.cat(biases) + offset,
+            total=(value * direction).sum(-1) + offset,
         )
 
     def _points(self) -> Iterator[nn.Module]:
@@ -424,7 +497,7 @@ class FrozenRun:
             norm: the norm, or None.
             stream: the point of the stream that the norm reads.
         """
-        linear = linear_part(norm, self.inputs.shape[-1])
+        linear = self._in_our_dtype(linear_part(norm, self.inputs.shape[-1]))
         point = stream if is_identity(norm) else norm.normalized
         value = self.at(point)
         scale = torch.ones_like(value[:, :1]) if is_identity(norm) else self.at(norm.scale)

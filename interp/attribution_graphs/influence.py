@@ -40,10 +40,14 @@ def influence(
     """
     total = shares.new_zeros(shares.shape[1])
     # Each step goes down by at least one layer, so the loop ends. With NaN, it would not end.
-    for _ in range(len(total) + 1):
+    for number in range(len(total) + 1):
         if not weights.any():
             return total
-        step = finite(weights @ shares, "influence")
+        step = weights @ shares
+        if number == 0:
+            # The product with 0 is NaN too, so the first step shows every number that is not
+            # finite.
+            finite(step, "influence")
         total += step
         weights = torch.where(column >= 0, step[column], 0)
     raise ValueError("effects must lead from earlier nodes to later nodes; they form a cycle")

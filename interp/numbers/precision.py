@@ -1,5 +1,7 @@
 """Check that numbers are finite, convert tensors, and compute the divergence of distributions."""
 
+from collections.abc import Mapping
+
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
@@ -26,6 +28,23 @@ def finite(values: Shaped[Tensor, "*axes"], name: str) -> Shaped[Tensor, "*axes"
         where = wrong.nonzero()[0].tolist()
         raise ValueError(f"{name} must be finite; got {values[tuple(where)].item()} at {where}")
     return values
+
+
+def all_finite(tensors: Mapping[str, Shaped[Tensor, "..."]]) -> None:
+    """Check that no value is NaN or infinite. The host waits once if all values are finite.
+
+    Args:
+        tensors: tensors on one device, by the names in the error.
+
+    Raises:
+        ValueError: for the first tensor with a wrong value; see `finite`.
+    """
+    # A sum is finite only if all its terms are. The sum of large values may be infinite, so it is
+    # no error.
+    sums = [values.sum() for values in tensors.values()]
+    if sums and not torch.stack(sums).isfinite().all():
+        for name, values in tensors.items():
+            finite(values, name)
 
 
 def like(values: Shaped[Tensor, "*axes"], other: Tensor) -> Shaped[Tensor, "*axes"]:
