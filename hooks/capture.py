@@ -57,15 +57,16 @@ class Recorder:
     Attributes:
         points: the points to record.
         options: the positions, device, dtype and so on of the values.
-        optional: names of points that may have no value.
+        optional: names of points that the run may leave out without an error.
         stops: whether to end the run, by `Complete`, once every point has fired.
         joined: whether a point may fire many times. Its values are then joined along the position
             axis.
         unkept: names of points whose values are not stored, because a lazy cache computes them.
         bound: counts the recorded bytes and raises an error above the limit.
-        memory_of_others: the memory of weights and arguments (see `_torch.memory_of`), if nothing
-            writes into the value of a point during the run. Then values are stored without copies,
-            except values in this memory. None if every value must be copied.
+        memory_of_others: the memory of weights and arguments (see `_torch.memory_of`). A value in
+            this memory is copied, because the caller may write into it later; other values are
+            stored without copies. None if the run itself may write into values: then every value
+            is copied.
         values: the recorded values by name; after `finish` in the model's order.
         axes: after `finish`, the axes of each value, including values that are not stored.
         fired: the names of the points that the run reached.

@@ -18,7 +18,7 @@ NO_PADDING = -1
 
 @dataclass(frozen=True)
 class TextMasks:
-    """The masks of the texts of a run's values.
+    """The masks of the texts that the values of a run read.
 
     Attributes:
         batches: the masks of each batch of texts by axis, such as `pos` or `key`. Each mask is
@@ -49,11 +49,14 @@ class TextMasks:
         return self.batches[number].get(axis) if is_known else None
 
     def all_along(self, axis: str) -> list[Tensor]:
-        """Return the mask along an axis of each batch of texts that has this mask."""
+        """Return the masks along an axis, one for each batch of texts with a mask of this axis."""
         return [masks[axis] for masks in self.batches if axis in masks]
 
     def of_texts(self, batch: Index) -> "TextMasks":
-        """Return the masks of some of the texts. An integer keeps the axis of texts."""
+        """Return the masks of some of the texts.
+
+        The masks keep the axis `batch`, also if `batch` is an integer.
+        """
         (index,) = index_by_axis(("batch",), {"batch": batch}, "the texts")
         rows = [index] if isinstance(index, int) else index
         batches = list[dict[str, Tensor]]()

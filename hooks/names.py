@@ -94,6 +94,7 @@ def _matching(
         raise UnknownNameError(f"{described} matches no hook point of this model{hint}")
     if part in list(Mode):
         raise UnknownNameError(f"no hook point is named {part!r}; did you mean mode={part!r}?")
+    _require_layer(part, points or known)
     error = unknown_point(part, points or known, "hook point")
     plain = unknown_name(part, (), "hook point").args
     is_short = "." not in part.removeprefix("*.")
@@ -104,6 +105,20 @@ def _matching(
     if error.args == plain and not error.close_matches:
         error.args = (f"{error.args[0]} (HookedRunner(model).table() lists all names)",)
     raise error
+
+
+def _require_layer(part: str, names: Iterable[str]) -> None:
+    """Check that only the number of the layer in a name or a glob is not wrong.
+
+    Raises:
+        UnknownNameError: if the same name exists in other layers. The error gives the layers.
+    """
+    layer = layer_of(part)
+    others = [] if layer is None else _glob(LAYER.sub("[0-9]*", part, count=1), names)
+    layers = [other for name in others if (other := layer_of(name)) is not None]
+    if layers:
+        known = f"{min(layers)} to {max(layers)}"
+        raise UnknownNameError(f"{part!r} has layers {known}; got {layer}", part, others)
 
 
 def _of_mode(mode: Mode, points: Mapping[str, Point]) -> list[str]:

@@ -35,7 +35,9 @@ NEVER_FIRED = (
 
 
 class HookError(Exception):
-    """Any error of this package.
+    """The base class of the errors about hooks, points, caches and edits.
+
+    Wrong arguments raise a `ValueError` or a `TypeError` of Python, without this class.
 
     >>> issubclass(UnknownNameError, HookError), issubclass(UnknownNameError, KeyError)
     (True, True)

@@ -93,7 +93,7 @@ class Fit:
         return part_at(None), tuple(losses)
 
     def _learner(self, like: Tensor) -> Learner:
-        """Return the learner for values with the size, device and dtype of `like`."""
+        """Return the rotation or the mask to train, for values of the same form as `like`."""
         size = like.shape[-1]
         options: dict[str, Any] = {"device": like.device, "dtype": at_least_float32(like).dtype}
         if self.features is not None:

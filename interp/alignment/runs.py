@@ -104,14 +104,22 @@ class InterchangeRuns:
         return value[self._at(slice(None), columns)]
 
     def _at(self, rows: Any, columns: Tensor) -> tuple[Any, ...]:
-        """Return the index that selects, in a value with the axes [batch, pos, ...], some positions
-        of the texts `rows`.
+        """Return the index of some positions of some texts, for a value [batch, pos, ...].
+
+        Args:
+            rows: the texts.
+            columns: the positions in each text.
         """
         chosen = columns[rows]
         return (torch.arange(len(chosen))[:, None], chosen, *self._head)
 
     def _logits(self, part: Featurizer | None, rows: Any) -> Float[Tensor, "rows pos vocab"]:
-        """Return the logits of some base texts, with a part of the value from the source texts."""
+        """Return the logits of some base texts after an interchange.
+
+        Args:
+            part: the part of the value that comes from the source texts. None changes nothing.
+            rows: the numbers of the base texts.
+        """
         index = self._at(rows, self._columns)
 
         def interchanged(value: Tensor, point: Point) -> Tensor:
@@ -219,7 +227,7 @@ def _columns(
     Args:
         text: the texts.
         pos: the position, or the name of a span.
-        prompts: True at the tokens in which a position is counted.
+        prompts: True at the tokens of the prompts. `pos` counts these tokens only.
 
     Raises:
         UnknownNameError: if the span is unknown.

@@ -75,7 +75,8 @@ class FeatureCard:
         density: the share of positions where the feature is not 0.
         examples: the texts where the feature is largest, in descending order.
         top, bottom: the tokens whose logits the feature raises and lowers most, with the change of
-            the logit for a feature value of 1, up to the scale of the final norm. Both are empty if
+            the logit for a feature value of 1. The change is not divided by the scale of the final
+            norm, which depends on the text. Both are empty if
             the feature does not write to the residual stream.
         nearest: the most similar features of the dictionary, with the cosine of their decoder rows.
         histogram: the number of positions with a positive value in each of 20 equal bins from 0 to

@@ -1,4 +1,6 @@
-"""Finished parts in a folder, each in one file whose name is a hash of its values.
+"""Finished parts in a folder, each in one file.
+
+The name of a file is a hash of the model, the arguments and the examples of its part.
 
 A file is written completely or not at all, with checksums. A damaged file counts as missing.
 """
@@ -35,7 +37,7 @@ class PartFolder:
         content = self._folder.whole(_file_of(name), _KIND)
         return None if content is None else Outcome.unpacked(*content)
 
-    def claim(self, parts: Sequence[Part], n_shards: int) -> None:
+    def record_shards(self, parts: Sequence[Part], n_shards: int) -> None:
         """Record that the parts of a call are divided into shards."""
         self._folder.write_json(_shards_of(parts), {"shards": n_shards, "parts": len(parts)})
 

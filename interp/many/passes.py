@@ -162,7 +162,7 @@ class Passes:
         if folder is None:
             return {}
         if self._shard is not None:
-            folder.claim(parts, self._shard[1])
+            folder.record_shards(parts, self._shard[1])
         outcomes = {}
         for part in of_pass:
             if (outcome := folder.read(part.name)) is not None:

@@ -15,7 +15,7 @@ Prompts are lists of tokens. The new tokens do not contain the token that ends a
 
 
 def writer(model: nn.Module, write: Write | None = None) -> Write:
-    """Return the function that continues texts: the caller's function, or the model's method.
+    """Return the function that continues prompts: the caller's function, or the model's method.
 
     Args:
         model: the model.

@@ -38,8 +38,8 @@ def imported(
 
     Args:
         contexts: the values of each text.
-        out: a directory, or its address.
-        axes: the axes of each point, after the rows.
+        out: a directory, or an address of `fsspec`, such as `s3://bucket/store`.
+        axes: the axes of each point besides the first, which has one row for each token.
         settings: the number of texts in a file, and the number of tokens of each text if all are
             equal.
 

@@ -1,4 +1,4 @@
-"""Values that blocks read besides the residual stream: cached keys and values, masks and positions.
+"""Arguments with which the blocks of an attached model run again: cached keys, masks, positions.
 
 1. `passed` passes the new keys or values of a run through their point, and writes edited ones to
    the cache.

@@ -1,4 +1,4 @@
-"""The forward of an attached model: it finds out which positions of which texts a run reads.
+"""The forward of an attached model: finds the positions and the padding that a run reads.
 
 A text may be read in several runs: each run reads a piece, for example one new token, and gets the
 cache or the state of the run before among its arguments. Edits count positions from the start of

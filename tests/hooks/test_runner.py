@@ -102,6 +102,13 @@ def test_a_selector_that_matches_nothing_is_an_error(runner, tokens, selector, c
             foreign.run_with_cache(tokens, mode=mode)
 
 
+@pytest.mark.parametrize("selector", ["blocks.7.*", "blocks.7.attn.z", "*.7.attn.*"])
+def test_a_layer_that_does_not_exist_is_named(runner, tokens, selector):
+    n_layers = runner.model.config.n_layers
+    with pytest.raises(errors.UnknownNameError, match=f"layers 0 to {n_layers - 1}; got 7"):
+        runner.run_with_cache(tokens, names=selector)
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", [("q", 3), torch.ones(2), 7, None])
 def test_whatever_is_unknown_is_named(name):

@@ -126,7 +126,7 @@ def _config_in_path(folder: Path) -> dict[str, Any]:
 def read_2(folder: Path) -> Dictionary:
     """Return the dictionary of Gemma Scope 2 in `params.safetensors` and `config.json`.
 
-    Some folders on the hub contain no config. Its content then follows from the path.
+    Some folders on the hub contain no config. Then the fields of the config are read from the path.
     """
     has_config = (folder / "config.json").is_file()
     config = json_of(folder / "config.json") if has_config else _config_in_path(folder)

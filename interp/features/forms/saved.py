@@ -1,6 +1,7 @@
-"""Read dictionaries that are a single file of `torch.save`:
+"""Dictionaries that are a single file of `torch.save`.
 
-OpenAI, Qwen Scope, Goodfire, Kissane et al. on `z`, and dictionary_learning without its config.
+Readers for OpenAI, Qwen Scope, Goodfire, Kissane et al. on `z`, and dictionary_learning without its
+config.
 """
 
 import re
