@@ -44,7 +44,8 @@ def attach(
     fourteen tokens, in evaluation mode, and checked by a few more runs, so no architecture needs to
     be known. A module that computes attention in its own code gets points if it computes two
     products with a softmax between them, or calls PyTorch's fused function. A point is left out if
-    the model does not expose its value, or if an edit of it could not take effect.
+    the model does not expose its value, or if an edit of it could not take effect. If the residual
+    stream has several vectors for each token, its points have the axes `batch pos stream d_model`.
 
     An encoder and its decoder have points `encoder.blocks.*` and `decoder.blocks.*`, with `cross.*`
     for attention to the encoder. With an `example` that contains images or sounds, towers have
