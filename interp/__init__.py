@@ -7,7 +7,8 @@ values of many texts. Read `protocol` first, which defines the parts that a mode
 `inputs` (texts and positions in them), `metrics`, `pairs` of texts, `edits` and `results`, the
 tables that `plots` draws. Then read the `graph` of a model and `runs` (sweeps, masked runs,
 gradients). All analyses use these packages and `numbers`. After them, you can read the analyses in
-any order. `cli` has a file for each command.
+any order. `cli` has a file for each command. `json_form` is the form in which programs read
+results.
 
 A name is imported when it is first used. `__init__.pyi` contains the module of each name.
 """

@@ -8,11 +8,11 @@
           "axes": ["point", "example"],
           "labels": {"point": ["blocks.2.resid_post"]},
           "unit": "AUROC",
-          "values": [[1.0, 0.75, 1.0]]
+          "values": [[1.0, 1.0, 1.0]]
         },
         "auroc.mean": {"axes": ["point"], ...}
       },
-      "about": {"kind": "logistic"}
+      "about": {"by": "logistic probe", "rows": 12, "yes": 6}
     }
 
 1. `kind` is the class of the result, and `version` is the version of this form.

@@ -100,7 +100,7 @@ class Report:
         The names of the tables begin with the headings. Pictures of attention patterns and of the
         loss are left out.
         """
-        tables = {}
+        tables: dict[str, Any] = {}
         for heading, result in self.results.items():
             if not isinstance(result, View):
                 of_result = result.as_json()["tables"]

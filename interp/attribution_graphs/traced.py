@@ -369,8 +369,8 @@ class AttributionGraph(plots.Shown):
         lines = [
             f"AttributionGraph of {len(self.tokens)} tokens: {len(self.run.layer)} active "
             f"features, {explained} explained",
-            f"  replacement {self.replacement:.3f}, completeness {self.completeness:.3f}, gap "
-            f"{self.gap:.1e}",
+            f"  shares: replacement {self.replacement:.3f}, completeness {self.completeness:.3f}, "
+            f"gap {self.gap:.1e}",
         ]
         for node in self.logits[:10]:
             chance = "" if node.probability is None else f"  probability {node.probability:.3f}"

@@ -36,7 +36,7 @@ from interp.diffing.promoted import DifferenceLens, directions_of, promoted
 from interp.diffing.streams import StreamChange, stream_change
 from interp.diffing.twins import TwoModels
 from interp.directions import Direction
-from interp.json_form import columns, form
+from interp.json_form import Table, columns, form
 from interp.results.result import Result
 from interp.runs.adapters import WithoutAdapter
 
@@ -101,7 +101,7 @@ class TopChanges:
 
     def as_json(self) -> dict[str, Any]:
         """Return the three lists in the JSON form of all results; see `interp.json_form`."""
-        tables = {}
+        tables: dict[str, Table] = {}
         lists = (("layer", self.layers, LayerChange), ("token", self.tokens, TokenChange))
         units = {"difference": "norms of the base", "other_texts": "norms of the base"}
         units |= {"kl": "nats", "random": "nats"}
@@ -300,7 +300,7 @@ class ModelChange(plots.Shown):
 
         `weights.as_json()` returns the changes of the weights.
         """
-        tables = {}
+        tables: dict[str, Table] = {}
         for name in ("kl", "stream", "curves", "kl_curve"):
             tables |= getattr(self, name).tables(name)
         for name, controls in self.controls.items():

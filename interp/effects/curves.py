@@ -71,7 +71,7 @@ class Curve:
         """Return the three curves and the two areas, with their intervals, in the JSON form of all
         results; see `interp.json_form`.
         """
-        tables = {}
+        tables: dict[str, Table] = {}
         for name in ("signed", "absolute", "random"):
             tables |= getattr(self, name).tables(name)
         for name in ("cpr", "cmd"):

@@ -54,7 +54,7 @@ class Verified:
         """Return the exact effects, the estimates and the bounds, in the JSON form of all results;
         see `interp.json_form`.
         """
-        tables = {}
+        tables: dict[str, Table] = {}
         for name in ("top", "outside", "estimate"):
             tables |= getattr(self, name).tables(name)
         for name in ("n_outside", "missed", "missed_at_most", "larger_at_most"):

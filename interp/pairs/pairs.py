@@ -614,7 +614,7 @@ class Pairs(plots.Shown):
         tables = {"clean": Table(self.text.listed(), "example")}
         if self.other is not None:
             tables["corrupted"] = Table(self.other.listed(), "example")
-        about = {"solved_of": self.solved_of, "spans": [*self.spans]}
+        about: dict[str, Any] = {"solved_of": self.solved_of, "spans": [*self.spans]}
         if self._metric is not None or self.answers is not None:
             about["metric"] = repr(self.metric)
         return form("Pairs", tables, about)

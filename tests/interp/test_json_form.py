@@ -35,6 +35,7 @@ from interp.graph import Graph, circuits
 from interp.plots import Shown
 from interp.spectral import svd
 from interp.store import harvest, plan, statistics
+from tests.interp.json_schema import require_schema
 from tests.shipped import pydoc
 
 TEXT, OTHER = "KV81; KV8", "KV84; KV8"
@@ -340,27 +341,6 @@ def s_mean():
     """Return the mean of the point that `statistics` reads, from a run."""
     value = HookedRunner(pydoc()).capture(TEXT, names="blocks.1.mlp_out")["blocks.1.mlp_out"]
     return value[0].double().mean(0)
-
-
-def require_schema(form):
-    """Check the keys and types that the docstring of the module promises."""
-    assert [*form] == ["kind", "version", "tables", "about"]
-    assert form["version"] == 1
-    assert form["tables"]
-    for name, table in form["tables"].items():
-        assert [*table] == ["axes", "labels", "unit", "values"], name
-        level = table["values"]
-        sizes = {}
-        for axis in table["axes"]:
-            assert isinstance(level, list), name
-            sizes[axis] = len(level)
-            level = level[0] if level else []
-        for axis, labels in table["labels"].items():
-            assert len(labels) == sizes[axis], name
-    if find_spec("jsonschema"):
-        import jsonschema
-
-        jsonschema.validate(form, json_form.SCHEMA)
 
 
 @pytest.mark.filterwarnings("ignore:the circuit was found on")

@@ -64,12 +64,12 @@ def test_a_graph_survives_being_written(name, tmp_path):
 
 def test_an_added_feature_may_have_the_name_of_an_error_in_the_file():
     graph = graph_of("page")
-    state = graph.as_json("x", "y")["qParams"]
+    state = graph.neuronpedia("x", "y")["qParams"]
     assert state["pinnedIds"][3] == state["supernodes"][1][2] == "0_0_1"
     feature = Node("0_0_1", "feature", 0, 1, 0)
     graph.nodes = [*graph.nodes, feature]
     graph.links = [*graph.links, Link("0_0_1", "4_2_5", 0.5), Link("0_-1_1", "4_2_5", 0.25)]
-    written = graph.as_json("x", "y")
+    written = graph.neuronpedia("x", "y")
     assert {node["node_id"] for node in written["nodes"]} >= {"0_0_1", "0_-1_1"}
     assert written["links"][-2:] == [
         {"source": "0_0_1", "target": "4_2_5", "weight": 0.5},

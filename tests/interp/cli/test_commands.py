@@ -29,6 +29,7 @@ from interp.directions import Direction
 from interp.store import Activations, harvest
 from models import generate_text, load, load_tokenizer
 from models.checkpoints.loading import locate
+from tests.interp.json_schema import require_schema
 from tests.shipped import pydoc
 
 CLEAN, OTHER = (f"part ZQXJ-KV8{digit} is out; ask for ZQXJ-KV8" for digit in "14")
@@ -54,16 +55,16 @@ def refused(capsys, *arguments):
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(
-    "name", ["points", "lens", "patch", "features", "trace", "generate", "harvest"]
+    "name", ["points", "lens", "patch", "features", "trace", "generate", "harvest", "report"]
 )
-def test_the_example_in_the_help_runs(name, capsys, tmp_path, monkeypatch):
+def test_the_example_in_the_help_prints_the_json_form(name, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts.jsonl").write_text('{"text": "part AB1"}\n{"text": "and part AB"}\n')
     with pytest.raises(SystemExit):
         main([name, "--help"])
     assert f"hookscope {name}" in " ".join(capsys.readouterr().out.split())
     example = OPTIONS["commands"][name]["example"].replace("gpt2-medium", "tiny-lm")
-    assert printed(capsys, *shlex.split(example)).strip()
+    require_schema(json.loads(printed(capsys, *shlex.split(example), "--json")))
 
 
 def test_the_lens_matches_python(capsys):
