@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import Point
@@ -179,15 +179,9 @@ def edge_attribution(
     if method != "eap":
         size = difference.abs().mean()
         paths = Paths(runs, edge_scores, base=base, size=size, steps=steps)
-        if method == "eap_ig_inputs":
-            scored = paths.of_input(scored.scores)
-        else:
-            scored = paths.of_writers(scored.scores)
-    # Indices that come from the CPU need no wait, and masks on the device do.
-    writer, reader = all_to_device(graph.allowed.nonzero(as_tuple=True), scored.scores.device)
-    with_edges = to_device(graph.allowed.any(1).nonzero()[:, 0], scored.scores.device)
-    sums = _sums(scored, difference, with_edges)
-    values = scored.scores[writer, reader]
+        scored = paths.mean(method, scored.scores)
+    sums = _sums(graph, scored, difference)
+    values = _of_edges(graph, scored.scores)
     values = values.squeeze(1) if over is None else values
     labels: dict[str, Any] = {"edge": graph.edges}
     if over is not None:
@@ -196,22 +190,33 @@ def edge_attribution(
     return finished(result, with_gaps)
 
 
+def _of_edges(
+    graph: Graph, scores: Float[Tensor, "writer column group batch"]
+) -> Float[Tensor, "edge group batch"]:
+    """Return the scores of the edges of the graph."""
+    # Indices that come from the CPU need no wait, and masks on the device do.
+    writer, reader = all_to_device(graph.allowed.nonzero(as_tuple=True), scores.device)
+    return scores[writer, reader]
+
+
 def _sums(
-    scored: "PathScores", difference: Tensor, with_edges: Int[Tensor, " writer"]
+    graph: Graph, scored: "PathScores", difference: Float[Tensor, " batch"]
 ) -> dict[str, dict[str, Any]]:
     """Return the differences between the sums of edges and their expected values.
 
     `with_gaps` computes the gaps of all examples from them.
 
     Args:
+        graph: the graph.
         scored: the scores of all edges, and the attribution of each writer.
         difference: the difference of the metrics of the two runs.
-        with_edges: the writers that have edges. Writers without edges are biases, which are equal
-            in two runs of one model and differ in runs of two models.
 
     Raises:
         ValueError: if a score or the difference of the metrics is not finite.
     """
+    # Writers without edges are biases, which are equal in two runs of one model and differ in runs
+    # of two models.
+    with_edges = to_device(graph.allowed.any(1).nonzero()[:, 0], scored.scores.device)
     scores = scored.scores[with_edges]
     edges = scores[:, :-1]
     nodes = scores[:, -1]
@@ -301,6 +306,15 @@ class Paths:
         self._scores = scores
         self._batch = len(base)
         self._averaged = partial(averaged, base=base, steps=steps, size=size)
+
+    def mean(self, method: str, first: Float[Tensor, "writer column group batch"]) -> PathScores:
+        """Return the mean scores of all edges along the paths of a method.
+
+        Args:
+            method: `eap_ig_inputs` or `eap_ig_activations`.
+            first: the scores at the start of all paths.
+        """
+        return self.of_input(first) if method == "eap_ig_inputs" else self.of_writers(first)
 
     def of_input(self, first: Float[Tensor, "writer column group batch"]) -> PathScores:
         """Return the mean scores of all edges while the input moves along its path.

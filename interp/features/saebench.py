@@ -40,21 +40,9 @@ def for_saebench(
     ...     assert for_saebench(sae, "pydoc-4l").cfg.hook_name == "blocks.2.hook_resid_post"
     """
     require_kind("model_name", model_name, kind=str, words="a name", call="'gemma-2-2b' is one")
-    obstacles = {
-        "a norm": dictionary.norm != "none",
-        "a skip connection": dictionary.W_skip is not None,
-        "another output than its input": dictionary.is_transcoder,
-    }
-    for words, has_it in obstacles.items():
-        if has_it:
-            raise ValueError(
-                f"SAEBench needs an autoencoder without {words}; the dictionary has {words}"
-            )
+    _require_expressible(dictionary)
     hook = _hook_name(dictionary) if hook_name is None else hook_name
-    found = re.search(r"\d+", hook)
-    if found is None:
-        raise ValueError(f"hook_name must contain the number of a layer; got {hook!r}")
-    layer = int(found[0])
+    layer = _layer_of(hook)
     unit = dictionary.with_unit_decoder()
     base = library("sae_bench.custom_saes.base_sae", "sae-bench").BaseSAE
 
@@ -89,6 +77,36 @@ def for_saebench(
             return self.dictionary(x)
 
     return ForSAEBench()
+
+
+def _require_expressible(dictionary: Dictionary) -> None:
+    """Check that SAEBench can express a dictionary.
+
+    Raises:
+        ValueError: if the dictionary has a norm or a skip connection, or is a transcoder.
+    """
+    obstacles = {
+        "a norm": dictionary.norm != "none",
+        "a skip connection": dictionary.W_skip is not None,
+        "another output than its input": dictionary.is_transcoder,
+    }
+    for words, has_it in obstacles.items():
+        if has_it:
+            raise ValueError(
+                f"SAEBench needs an autoencoder without {words}; the dictionary has {words}"
+            )
+
+
+def _layer_of(hook_name: str) -> int:
+    """Return the number of the layer in the name of a point.
+
+    Raises:
+        ValueError: if the name contains no number.
+    """
+    number = re.search(r"\d+", hook_name)
+    if number is None:
+        raise ValueError(f"hook_name must contain the number of a layer; got {hook_name!r}")
+    return int(number[0])
 
 
 def _hook_name(dictionary: Dictionary) -> str:

@@ -14,8 +14,9 @@ The clean and the corrupted prompt are continued by the same answers. So each po
 after the clean prompt corresponds to the same position of the answer after the corrupted prompt.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -205,20 +206,14 @@ def score_of_rows(answers: Continuations, rows: Text) -> TokenMetric:
         rows: the rows of `rows_of_answers`.
     """
     tokens_of_rows = answers.of_rows
-    longest = max(map(len, tokens_of_rows))
-    # The rows of `tokens` and `is_answer` are filled on the left, so that all answers end at the
-    # last column.
-    tokens = torch.zeros(len(tokens_of_rows), longest, dtype=torch.long)
-    is_answer = torch.zeros_like(tokens, dtype=torch.bool)
-    for row, answer in enumerate(tokens_of_rows):
-        tokens[row, longest - len(answer) :] = torch.tensor(answer)
-        is_answer[row, longest - len(answer) :] = True
+    # A sweep calls the metric once for each edit, so everything that the metric needs is computed
+    # before.
+    tokens, is_filler = _aligned(tokens_of_rows)
+    longest = tokens.shape[1]
     weights = torch.ones(len(tokens), dtype=torch.float64)
     weights[len(answers.tokens) :] = -1
     if answers.per_token:
-        weights /= is_answer.sum(1)
-    # A sweep calls the metric once for each edit, so these are computed here.
-    is_filler = ~is_answer
+        weights /= (~is_filler).sum(1)
     weights_of_dtype = {dtype: weights.to(dtype) for dtype in (torch.float32, torch.float64)}
     real = rows.of_logits.real.cpu()
     # If a row has fewer tokens than the longest answer, the model cannot return the logits of that
@@ -243,14 +238,6 @@ def score_of_rows(answers: Continuations, rows: Text) -> TokenMetric:
         scores = score(at_least_float32(logits), tokens_here, is_filler_here)
         return scores * to_device(weights_of_dtype[scores.dtype], scores.device)
 
-    def call_in_words(write: Writer) -> str:
-        calls = []
-        for number in range(answers.n_answers):
-            texts = ["".join(write([*example[number]])) for example in answers.tokens]
-            is_same = all(text == texts[0] for text in texts)
-            calls.append(f"{answers.score}({short(texts[0] if is_same else texts)})")
-        return " - ".join(calls)
-
     n_tokens = sorted({len(answer) for answer in tokens_of_rows})
     counts = f"{n_tokens[0]}" if len(n_tokens) == 1 else f"{n_tokens[0]} to {n_tokens[-1]}"
     unit = {"log_prob": "nats", "accuracy": ""}[answers.score]
@@ -259,8 +246,31 @@ def score_of_rows(answers: Continuations, rows: Text) -> TokenMetric:
         last=0 if is_short else longest,
         unit=f"{unit} per token" if answers.per_token else unit,
         function=metric,
-        call_in_words=call_in_words,
+        call_in_words=partial(_call_in_words, answers),
     )
+
+
+def _aligned(
+    answers: Sequence[Sequence[int]],
+) -> tuple[Int[Tensor, "row n"], Bool[Tensor, "row n"]]:
+    """Return the tokens of answers, which all end at the last column, and True before answers."""
+    longest = max(map(len, answers))
+    tokens = torch.zeros(len(answers), longest, dtype=torch.long)
+    is_filler = torch.ones_like(tokens, dtype=torch.bool)
+    for row, answer in enumerate(answers):
+        tokens[row, longest - len(answer) :] = torch.tensor(answer)
+        is_filler[row, longest - len(answer) :] = False
+    return tokens, is_filler
+
+
+def _call_in_words(answers: Continuations, write: Writer) -> str:
+    """Return the call of the metric with the texts of the answers."""
+    calls = []
+    for number in range(answers.n_answers):
+        texts = ["".join(write([*example[number]])) for example in answers.tokens]
+        is_same = all(text == texts[0] for text in texts)
+        calls.append(f"{answers.score}({short(texts[0] if is_same else texts)})")
+    return " - ".join(calls)
 
 
 def _last_columns(real: Bool[Tensor, "row column"], n: int) -> Int[Tensor, "row n"]:

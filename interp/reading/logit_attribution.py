@@ -213,39 +213,40 @@ class _Reading:
                 )
             right, self._is_read = _tokens_of_answer(model, cache, right)  # type: ignore[arg-type]
         stream = self.parts.at(self.parts.last)
-        norm = getattr(self.parts.model, "ln_final", None)
         self.about: dict[str, Any] = {}
-        if vector is not None and right is None and wrong is None:
-            vectors = at_least_float32(vector)
-            offset = stream.new_zeros(1, 1)
-            vectors = vectors if vectors.ndim == 3 else vectors.view(-1, 1, vectors.shape[-1])
-        elif vector is None and right is not None:
-            vectors, offset = self._unembedding("right", right)
-            if wrong is not None:
-                subtracted_vectors, subtracted_offset = self._unembedding("wrong", wrong)
-                vectors, offset = vectors - subtracted_vectors, offset - subtracted_offset
-        else:
-            raise ValueError(
-                "give either right=, the token of a logit, or vector=; got both or neither"
-            )
+        vectors, offset = self._vectors(right, wrong, vector)
         if self._is_read is not None:
             is_read = to_device(self._is_read, vectors.device)
             vectors, offset = vectors * is_read[..., None], offset * is_read
-        fits = all(
-            size in (1, full) for size, full in zip(vectors.shape, stream.shape, strict=True)
-        )
-        if not fits or vectors.shape[2] != stream.shape[2]:
-            raise ValueError(
-                "right=, wrong= and vector= must be one token or direction, one for each text or "
-                f"one for each position of [batch pos d_model] {[*stream.shape]}; got "
-                f"{[*vectors.shape]}"
-            )
-        linear, self.scale = self.parts.norm_in_run(norm)
+        _require_fit(vectors, stream)
+        linear, self.scale = self.parts.norm_in_run(getattr(self.parts.model, "ln_final", None))
         vectors = like(vectors, self.scale)
         self.direction = linear.before(vectors)
         constant = vectors @ like(linear.bias, vectors)
         offset = like(offset, vectors)
         self.biases = {"ln_final.bias": constant, "unembed.bias": offset}
+
+    def _vectors(
+        self, right: Tokens | None, wrong: Tokens | None, vector: LogitDirection | None
+    ) -> tuple[Float[Tensor, "_batch _pos d_model"], Float[Tensor, "_batch _pos"]]:
+        """Return the directions in the stream and the biases of the logit.
+
+        Raises:
+            ValueError: if there is neither a token nor a vector, or both.
+        """
+        if vector is not None and right is None and wrong is None:
+            vectors = at_least_float32(vector)
+            vectors = vectors if vectors.ndim == 3 else vectors.view(-1, 1, vectors.shape[-1])
+            return vectors, vectors.new_zeros(1, 1)
+        if vector is not None or right is None:
+            raise ValueError(
+                "give either right=, the token of a logit, or vector=; got both or neither"
+            )
+        vectors, offset = self._unembedding("right", right)
+        if wrong is not None:
+            subtracted_vectors, subtracted_offset = self._unembedding("wrong", wrong)
+            vectors, offset = vectors - subtracted_vectors, offset - subtracted_offset
+        return vectors, offset
 
     def _unembedding(self, name: str, answers: Tokens) -> tuple[Tensor, Tensor]:
         """Return the directions and biases of logits, [batch, pos, d_model] and [batch, pos]."""
@@ -321,6 +322,20 @@ class _Reading:
             about=self.about | about,
             words={"pos": words} if words else {},
             groups=groups_of_cache(self._cache, values),
+        )
+
+
+def _require_fit(vectors: Tensor, stream: Float[Tensor, "batch pos d_model"]) -> None:
+    """Check that there is one direction, one for each text or one for each position.
+
+    Raises:
+        ValueError: if the shape is another one.
+    """
+    fits = all(size in (1, full) for size, full in zip(vectors.shape, stream.shape, strict=True))
+    if not fits or vectors.shape[2] != stream.shape[2]:
+        raise ValueError(
+            "right=, wrong= and vector= must be one token or direction, one for each text or one "
+            f"for each position of [batch pos d_model] {[*stream.shape]}; got {[*vectors.shape]}"
         )
 
 
