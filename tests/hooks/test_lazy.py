@@ -422,6 +422,18 @@ def test_writes_into_an_argument_do_not_change_the_cache(mode):
             lazy.drop()
 
 
+def test_a_function_of_each_layer_is_an_error_if_a_block_changed(model, runner, tokens):
+    _, eager = runner.run_with_cache(tokens)
+    _, lazy = runner.run_with_cache(tokens, lazy=True)
+    shapes = [value.shape for value in eager.layers("pattern")]
+    assert lazy.map_layers("pattern", lambda pattern: pattern.shape) == shapes
+    assert eager.map_layers("pattern", lambda pattern: pattern.shape) == shapes
+    handle = model.blocks[1].register_forward_hook(lambda module, args, value: value + 1)
+    with pytest.raises(CacheError, match="blocks.1 changed"):
+        lazy.map_layers("pattern", lambda pattern: pattern.shape)
+    handle.remove()
+
+
 def test_a_block_that_writes_into_its_argument_only_after_the_run_has_changed():
     """The second run reads the stored argument itself, so no third run can read it."""
     block = nn.Sequential(nn.Identity())
