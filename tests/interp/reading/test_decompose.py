@@ -295,7 +295,7 @@ def test_tokens_and_directions_of_all_examples_of_each_and_of_each_position():
     capped = variant("logit_cap")
     _, cache = run_with_cache(capped, TOKENS)
     found = direct_logit_attribution(capped, cache, vector=capped.W_U[:, 5])
-    assert found.unit == ""
+    assert found.unit == "product with the vector"
     logit = cache["ln_final.normalized"] @ capped.W_U[:, 5]
     torch.testing.assert_close(found.values.sum(0), logit.T.detach())
 
