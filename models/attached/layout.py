@@ -39,6 +39,7 @@ from models.attached.parts import (
     norm_of,
     parallel,
     summand,
+    weights_in,
 )
 from models.attached.probe import Call, ProbeRun
 
@@ -418,7 +419,7 @@ def _gives(added: Call, sublayer: Call) -> bool:
     """
     # Dropout and norms read the same tensor, so there is no rounding.
     reads = any(is_same(read, sublayer.output) for read in added.inputs)
-    is_plain = norm_of(added) is not None or not [*added.module.parameters()]
+    is_plain = norm_of(added) is not None or not [*weights_in(added.module)]
     return (reads and is_plain) or is_in(sublayer, added) or is_in(added, sublayer)
 
 

@@ -10,7 +10,7 @@
 import contextlib
 import copy
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple
@@ -327,6 +327,17 @@ def is_in(inner: Call, outer: Call) -> bool:
     return outer.began <= inner.began and inner.ended <= outer.ended
 
 
+def weights_in(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the weights of a module: its parameters, and its buffers of integers.
+
+    Libraries such as GPTQ pack quantized weights into integers, and store them as buffers.
+    """
+    yield from module.parameters()
+    for buffer in module.buffers():
+        if not buffer.is_floating_point() and buffer.dtype != torch.bool:
+            yield buffer
+
+
 def _is_nonlinearity(call: Call, added: Call) -> bool:
     """Return whether a call computes a nonlinearity: no weights, the same shape, and not a norm."""
     read = call.inputs[0] if call.inputs else None
@@ -335,7 +346,7 @@ def _is_nonlinearity(call: Call, added: Call) -> bool:
         return False
     if added.output is None or read.shape[:2] != added.output.shape[:2]:
         return False
-    plain = all(weight.numel() == 1 for weight in call.module.parameters())
+    plain = all(weight.numel() == 1 for weight in weights_in(call.module))
     # A module that returns its input, as dropout does, does no arithmetic, so there is no rounding.
     return plain and not is_same(read, output) and norm_of(call) is None
 
@@ -352,7 +363,7 @@ def _around(act: Call, calls: Sequence[Call], added: Call) -> Hidden | None:
     assert activated is not None
     for last in calls:
         hidden = last.inputs[0] if last.inputs else None
-        has_weights = any(True for _ in last.module.parameters())
+        has_weights = any(True for _ in weights_in(last.module))
         if hidden is None or hidden.shape != activated.shape:
             continue
         if last.began < act.ended or not has_weights:

@@ -51,7 +51,7 @@ from models.adapters import AdaptedMap, adapted_map
 from models.attached.context import AttachedContext
 from models.attached.layout import BlockLayout
 from models.attached.original import logits_of, tokens_for
-from models.attached.parts import Summand, norm_of
+from models.attached.parts import Summand, norm_of, weights_in
 from models.attached.probe import Call, ProbeRun, arguments_of
 from models.block import Branch
 from models.mode import mode
@@ -757,8 +757,15 @@ class ViewMLP(nn.Module):
 
 
 def _weight_of(modules: Sequence[nn.Module]) -> Tensor:
-    """Return the first weight of some modules."""
-    return next(weight for module in modules for weight in module.parameters())
+    """Return the first weight of some modules.
+
+    If all weights are quantized, the result is an empty tensor in float32 on their device, because
+    masks of circuits get the dtype of the weight.
+    """
+    weights = [weight for module in modules for weight in weights_in(module)]
+    # Numbers of one byte are packed, or lack their scales.
+    plain = (weight for weight in weights if weight.dtype.is_floating_point and weight.itemsize > 1)
+    return next(plain, weights[0].new_empty(0, dtype=torch.float32))
 
 
 def _adapted(n: int, module: nn.Module, factor: float = 1.0) -> AdaptedMap | None:
@@ -908,7 +915,7 @@ def _is_projection(call: Call, read: Tensor) -> bool:
     """Return whether a module with weights read this tensor, and returned a vector per position."""
     fits = bool(call.inputs) and call.output is not None and call.output.ndim == 3
     # Nothing is computed between, so there is no rounding.
-    return fits and any(True for _ in call.module.parameters()) and is_same(call.inputs[0], read)
+    return fits and any(True for _ in weights_in(call.module)) and is_same(call.inputs[0], read)
 
 
 def _outermost(calls: Sequence[Call]) -> list[Call]:

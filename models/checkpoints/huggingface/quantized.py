@@ -8,7 +8,7 @@
    library that wrote them (`require_fp8`, `require_plain`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ def dequantized(
     return Reader(keys, read, reader.keep)
 
 
-def _product(tensor: Tensor, scales: Tensor, sizes: tuple[int, int], name: str) -> Tensor:
+def _product(tensor: Tensor, scales: Tensor, sizes: Sequence[int], name: str) -> Tensor:
     """Return a tensor times the scales of its blocks, in float32.
 
     Args:

@@ -22,9 +22,11 @@ from interp import (
     edits,
     log_prob,
     logit_lens,
+    run_circuit,
     run_with_cache,
     sweep,
 )
+from interp.graph import Graph
 from interp.protocol import of
 from models import Sampling, attach, detach, from_hf, generate
 from models.attached.context import _is_causal
@@ -586,6 +588,52 @@ def test_a_model_that_reads_images_too():
 
 class Packed(torch.Tensor):
     """A tensor class of another package, like the weights of a library for quantization."""
+
+
+class PackedMap(nn.Module):
+    """A linear map whose weights are a buffer of integers, like the maps of GPTQ and AWQ.
+
+    With `packs=False`, the same weights are a parameter. With `rounds=True`, the map rounds its
+    input, like the maps of bitsandbytes with 8 bits.
+    """
+
+    def __init__(self, linear, packs, rounds):
+        super().__init__()
+        integers = (20 * linear.weight).round().to(torch.int8)
+        self.rounds = rounds
+        if packs:
+            self.register_buffer("integers", integers)
+        else:
+            self.weight = nn.Parameter(integers / 20)
+
+    def forward(self, x):
+        x = (20 * x).round() / 20 if self.rounds else x
+        return x @ (self.integers / 20 if hasattr(self, "integers") else self.weight).T
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+@torch.no_grad()
+def test_weights_in_buffers_of_integers(rounds):
+    tokens = attachable.TOKENS
+    pairs = Pairs(tokens, tokens.flip(1), metric=log_prob(3))
+    found = []
+    for packs in (True, False):
+        # `from_hf` does not support this family, so heads are found from the modules.
+        model = attachable.made("smollm3")
+        for name, module in [*model.named_modules()]:
+            if isinstance(module, nn.Linear) and ".layers." in name:
+                owner, _, last = name.rpartition(".")
+                changed = PackedMap(module, packs, rounds=rounds).eval()
+                setattr(model.get_submodule(owner), last, changed)
+        attach(model)
+        hidden = run_with_cache(model, tokens, names=["*.mlp.pre", "*.mlp.post"])[1]
+        mask = torch.full(Graph(model).allowed.shape, 0.5)
+        found.append((dict(hidden), run_circuit(model, pairs, mask)))
+    (hidden, logits), (expected, wanted) = found
+    assert hidden.keys() == expected.keys()
+    for name in hidden:
+        torch.testing.assert_close(hidden[name], expected[name])
+    torch.testing.assert_close(logits, wanted)
 
 
 def test_weights_of_another_library_are_named():
