@@ -187,10 +187,11 @@ def test_the_files_of_circuit_tracer_are_read(tmp_path):
     assert graph.inputs("3_9_0") == [("1_-1_0", -0.5), ("1_5_0", 0.25)]
     assert graph.about["transcoder_list"] == []
     assert "completeness" not in repr(graph)
-    # After writing the graph again, numbers and names have the format of Neuronpedia's own files.
-    # The number of a feature is Cantor's pairing of its layer and index: 26 for 1 and 5.
+    # After writing the graph again, nodes have their names in the file, and numbers have the format
+    # of Neuronpedia's own files. The number of a feature is Cantor's pairing of its layer and index:
+    # 26 for 1 and 5.
     again = {node["node_id"]: node for node in graph.neuronpedia("x", "m")["nodes"]}
-    assert [again[name]["feature"] for name in ("1_5_0", "1_-1_0", "E_7_0", "3_9_0")] == [
+    assert [again[name]["feature"] for name in ("1_5_0", "0_1_0", "E_7_0", "3_9_0")] == [
         26,
         -1,
         0,

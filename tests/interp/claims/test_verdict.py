@@ -70,9 +70,9 @@ def test_a_verdict_is_short_and_strict_json(tmp_path):
     assert len(repr(many).splitlines()) < 40
     path = tmp_path / "verdict.json"
     many.save(path)
-    facts = json.loads(path.read_text())
-    assert facts["status"] == "holds"
-    assert facts["tests"][3]["name"] == "test 3"
-    assert facts["tests"][3]["low"] is None
+    tables = json.loads(path.read_text())["tables"]
+    assert tables["status"]["values"] == "holds"
+    assert tables["test.low"]["labels"]["test"][3] == "test 3"
+    assert tables["test.low"]["values"][3] is None
     with pytest.raises(KeyError, match="test 3"):
         many["test 300"]

@@ -382,7 +382,7 @@ def test_files_hold_directions(model, tmp_path):
     (tmp_path / "other").write_bytes(b"no")
     with pytest.raises(CacheError, match="must be a complete direction"):
         Direction.load(tmp_path / "other")
-    with pytest.raises(ValueError, match=r"\.html, \.safetensors or \.gguf, .*got .*v\.png"):
+    with pytest.raises(ValueError, match=r"\.html, \.json, .*got .*v\.png"):
         v.save(tmp_path / "v.png")
     odd = Direction({"here": torch.ones(3)}, {"here": math.inf}, {"scale": math.nan})
     odd.save(tmp_path / "odd")

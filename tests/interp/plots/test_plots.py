@@ -327,7 +327,7 @@ def test_objects_with_pictures_save_them(bundled, tmp_path):
         assert shown._repr_html_().count('<iframe sandbox="allow-scripts"') == 1
     differ = [part["values"].tolist().index(1) for part in pairs.read_by(bundled).view().parts]
     assert differ == [6, 6, 6, 6]
-    with pytest.raises(ValueError, match=r"must end in \.html; got x\.pdf"):
+    with pytest.raises(ValueError, match=r"must end in \.html or \.json; got x\.pdf"):
         sae.save("x.pdf")
     for shown in (pairs, sae, stored, exact.view(), interp.ov_circuit(bundled), exact):
         for name in ("x.docx", "x.pt", "x.HTML5"):
@@ -337,7 +337,7 @@ def test_objects_with_pictures_save_them(bundled, tmp_path):
         plot.save(tmp_path / "x.PNG")
         assert (tmp_path / "x.PNG").read_bytes().startswith(b"\x89PNG")
         (tmp_path / "x.PNG").unlink()
-        with pytest.raises(ValueError, match=r"\.html, \.png, \.pdf or \.svg; got .*x$"):
+        with pytest.raises(ValueError, match=r"\.html, \.png, \.pdf, \.svg or \.json; got .*x$"):
             plot.save(tmp_path / "x")
     assert {path.name for path in tmp_path.iterdir()} == {"store", "x.html"}
 

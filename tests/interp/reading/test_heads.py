@@ -208,7 +208,7 @@ def test_a_pattern_of_ones_own_is_scored_by_its_factors():
     assert scores.values.tolist() == [
         [[(2 * 0.5 - 4 * 0.25 + 12 * 0.125) / 2, -4 * 0.5 + 12 * 0.25]]
     ]
-    assert scores.unit == ""
+    assert scores.unit == "unit of the factors"
     with pytest.raises(ValueError, match=r"\[4, 4\]; got \[4, 3\]"):
         head_scores(model, cache, factors[:, :3])
     with pytest.raises(ValueError, match="example 0"):

@@ -752,18 +752,14 @@ def test_a_list_of_heads_longer_than_the_blocks():
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_a_list_of_other_modules_is_not_taken_for_blocks(n):
-    """Gemma 3n has n residual streams, and a list of n - 1 maps that project them.
-
-    `attach` must not take this list for the blocks.
-    """
+    """Gemma 3n has n residual vectors for each token, and n - 1 maps that project them."""
     layers = dict(num_hidden_layers=3, layer_types=["sliding_attention"] * 2 + ["full_attention"])
     sizes = attachable.SIZES | layers | dict(num_kv_shared_layers=0, laurel_rank=5)
     sizes |= dict(vocab_size_per_layer_input=29, hidden_size_per_layer_input=7)
     sizes |= dict(altup_num_inputs=n, sliding_window=3, activation_sparsity_pattern=[0.0] * 3)
     model = transformers.Gemma3nForCausalLM(transformers.Gemma3nTextConfig(**sizes)).eval()
-    with pytest.raises(ValueError, match="a ModuleList of blocks that run once each"):
-        attach(model)
-    assert not any(isinstance(part, HookPoint) for part in model.modules())
+    with attach(model):
+        assert [*of(model).blocks] == [*model.model.layers]
 
 
 def test_a_copy_that_would_compute_something_else_is_an_error():
