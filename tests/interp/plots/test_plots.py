@@ -337,7 +337,7 @@ def test_objects_with_pictures_save_them(bundled, tmp_path):
         plot.save(tmp_path / "x.PNG")
         assert (tmp_path / "x.PNG").read_bytes().startswith(b"\x89PNG")
         (tmp_path / "x.PNG").unlink()
-        with pytest.raises(ValueError, match=r"\.html, \.png, \.pdf, \.svg or \.json; got .*x$"):
+        with pytest.raises(ValueError, match=r"\.html, \.png, .*; got .*x$"):
             plot.save(tmp_path / "x")
     assert {path.name for path in tmp_path.iterdir()} == {"store", "x.html"}
 
