@@ -27,6 +27,9 @@ from interp.json_form import Table, form
 from interp.numbers.intervals import interval_text
 from interp.numbers.precision import finite, like
 
+_SHOWN = 12
+_SMALL = 1e-3
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Intervention:
@@ -104,8 +107,6 @@ class Intervention:
             f"  {name}: {before:.4g} -> {after:.4g}"
             for name, (before, after) in self.changed.items()
         ]
-        order = self.predicted.abs().argsort(descending=True)[:12].tolist()
-        width = max(map(len, self.nodes), default=4)
         columns = {
             "direct": self.direct,
             "predicted": self.predicted,
@@ -113,18 +114,30 @@ class Intervention:
             "true": self.true,
             "true by attention": self.true - self.patterns_held,
         }
+        sizes = torch.stack([self.predicted, self.true]).abs().amax(0)
+        order = sizes.argsort(descending=True)[:_SHOWN].tolist()
+        # Changes that are small next to the largest change are mostly rounding.
+        order = [node for node in order if sizes[node] > _SMALL * sizes.max()]
+        width = max([4, *(len(self.nodes[node]) for node in order)])
         rows = []
         for node in order:
-            cells = "".join(f" {column[node]:>+10.4g}" for column in columns.values())
-            rows.append(f"  {self.nodes[node]:{width}}{cells}")
+            cells = [
+                f"  {column[node]:>+{max(10, len(name))}.4g}" for name, column in columns.items()
+            ]
+            rows.append(f"  {self.nodes[node]:{width}}{''.join(cells)}")
+        names = [f"  {name:>10}" for name in columns]
+        correlation = self.correlation
+        of_nodes = ""
+        if not math.isnan(correlation):
+            of_nodes = f"; correlation {correlation:.3f}{interval_text(low, high, '.3f')}"
+        n_hidden = len(self.nodes) - len(order)
         return "\n".join(
             [
-                f"Intervention on {len(self.changed)} features, {len(self.nodes)} others; "
-                f"correlation {self.correlation:.3f}{interval_text(low, high, '.3f')}",
+                f"Intervention on {len(self.changed)} features, {len(self.nodes)} others{of_nodes}",
                 *lines[:10],
-                f"  {'node':{width}} {'direct':>10} {'predicted':>10} {'attention':>10} "
-                f"{'true':>10} {'attention':>10}",
+                f"  {'node':{width}}{''.join(names)}",
                 *rows,
+                *([f"  {n_hidden} nodes with smaller changes"] if n_hidden else []),
             ]
         )
 

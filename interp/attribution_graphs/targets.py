@@ -16,6 +16,7 @@ from hooks.base import require_integer, require_kind, shown
 from interp.attribution_graphs.frozen import FrozenRun
 from interp.attribution_graphs.nodes import Node
 from interp.inputs.token_positions import is_worded, token_ids
+from interp.pairs.wording import has_several_tokens
 
 
 class LogitTerms(NamedTuple):
@@ -198,8 +199,19 @@ def _active_feature(run: FrozenRun, layer: int, feature: int, pos: int) -> int:
 
 
 def _tokens_of_target(model: nn.Module, target: Any, vocab: int) -> list[int]:
-    """Return the token of a target, or the two tokens of a difference."""
+    """Return the token of a target, or the two tokens of a difference.
+
+    Raises:
+        ValueError: if a text is several tokens, a token does not exist, or the target is neither a
+            token nor two different tokens.
+    """
     several = isinstance(target, (tuple, list))
+    for text in target if several else [target]:
+        if isinstance(text, str) and has_several_tokens(model, text):
+            raise ValueError(
+                f"a text in a list of targets must be one token; got {text!r}; for the tokens of "
+                f"an answer, use targets={text!r} without a list"
+            )
     ids = [index(token) for token in token_ids(model, [*target] if several else [target])]
     known = all(0 <= token < vocab for token in ids)
     if len(ids) not in (1, 2) or len({*ids}) < len(ids) or not known:

@@ -12,6 +12,11 @@ from hooks.shared import names_by_layer
 from interp.diffing.twins import TwoModels
 from interp.protocol import of
 
+_ROUNDING = 1e-6
+"""The relative error of values in float32 that is ignored."""
+_TRIES = 100
+"""The number of random halves that are tried for each draw."""
+
 
 class Means(NamedTuple):
     """Sums of the values of each text over its tokens, in float64, and the numbers of tokens.
@@ -44,8 +49,10 @@ class Means(NamedTuple):
     def shuffled(self, draws: int, seed: int) -> list[Float[Tensor, " d"]]:
         """Return mean differences after the two models are exchanged in half of the texts.
 
-        Each draw exchanges other texts. Few texts have fewer different halves than `draws`; then
-        there are fewer results. A single text has none, because half of it is no text.
+        Each draw exchanges other texts, and its mean difference is not equal to an earlier one up
+        to rounding, as for texts that begin with the same tokens. Few texts have fewer different
+        halves than `draws`; then there are fewer results. A single text has none, because half of
+        it is no text.
 
         Args:
             draws: the number of draws.
@@ -53,19 +60,24 @@ class Means(NamedTuple):
         """
         n_texts = len(self.counts)
         n_halves = math.comb(n_texts, n_texts // 2) if n_texts > 1 else 0
-        exchanged: list[set[int]] = []
-        draw = 0
-        while len(exchanged) < min(draws, n_halves):
+        gaps = (self.tuned - self.base) / self.counts.sum()
+        rounding = _ROUNDING * (self.tuned.abs() + self.base.abs()).sum(0) / self.counts.sum()
+        exchanged: set[frozenset[int]] = set()
+        differences: list[Tensor] = []
+        for draw in range(_TRIES * draws):
+            if len(differences) == draws or len(exchanged) == n_halves:
+                break
             order = torch.randperm(n_texts, generator=generator(seed, "exchange", draw))
-            half = {*order[: n_texts // 2].tolist()}
-            if half not in exchanged:
-                exchanged.append(half)
-            draw += 1
-        differences = []
-        for half in exchanged:
-            signs = torch.ones(n_texts, 1, dtype=self.tuned.dtype)
+            half = frozenset(order[: n_texts // 2].tolist())
+            if half in exchanged:
+                continue
+            exchanged.add(half)
+            signs = torch.ones(n_texts, 1, dtype=gaps.dtype)
             signs[[*half]] = -1
-            differences.append(((self.tuned - self.base) * signs).sum(0) / self.counts.sum())
+            difference = (gaps * signs).sum(0)
+            earlier = ((difference - other).abs() <= rounding for other in differences)
+            if not any(same.all() for same in earlier):
+                differences.append(difference)
         return differences
 
 

@@ -27,7 +27,13 @@ from hooks.base import (
 from interp import plots
 from interp.inputs.token_positions import short
 from interp.json_form import Table, form
-from interp.numbers.intervals import Interval, auroc_interval, interval, share_interval
+from interp.numbers.intervals import (
+    Interval,
+    auroc_interval,
+    interval,
+    interval_text,
+    share_interval,
+)
 from interp.plots.view import FIGURES
 from interp.results.entries import Entries, Entry
 from interp.results.node import NodeName, as_fact, from_fact
@@ -37,6 +43,7 @@ if TYPE_CHECKING:
 
 _FORMAT = "hookscope-result-2"
 _TUPLES = ("axes", "bounds", "counts", "groups")
+_LARGEST_SHARE = 10
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -166,8 +173,10 @@ class Result(plots.Shown):
     def _runs(self) -> tuple[Float[Tensor, " example"], Float[Tensor, " example"]]:
         """Return the base and the target, or raise an error if one of them is missing."""
         if self.base is None or self.target is None:
+            missing = [name for name in ("base", "target") if getattr(self, name) is None]
             raise ValueError(
-                "normalized() needs a result with a base and a target; got a result without them"
+                "normalized() needs a result with a base and a target; got a result without "
+                f"{' and '.join(missing)}"
             )
         return self.base, self.target
 
@@ -186,7 +195,8 @@ class Result(plots.Shown):
         Warns:
             UserWarning: if base and target are equal up to rounding. If their means are equal, all
                 shares are NaN. With `per_example`, examples with equal base and target are left
-                out.
+                out. Also if the mean of target - base is small: the mean effect of a place is more
+                than 10 times as large, or its 95% interval, of at least four texts, contains 0.
 
         Raises:
             ValueError: if base or target is missing, or they are equal in all examples.
@@ -216,6 +226,8 @@ class Result(plots.Shown):
             counts=None,
         )
         if not are_equal.any():
+            if not self.is_ratio:
+                self._warn_of_small_gap(gap)
             return shares
         if not per_example:
             warn("base and target agree on average: shares are NaN")
@@ -223,6 +235,23 @@ class Result(plots.Shown):
         n_equal = int(are_equal.sum())
         warn(f"base and target agree in {n_equal} of {len(gap)} examples, which are left out")
         return shares._at("example", (~are_equal).nonzero().flatten().tolist())
+
+    def _warn_of_small_gap(self, gap: Float[Tensor, " example"]) -> None:
+        """Warn if the mean of target - base is too small for shares; see `normalized`."""
+        size = gap.mean().abs()
+        is_small = bool((self.mean().abs() > _LARGEST_SHARE * size).any())
+        low = high = math.nan
+        n_texts = len(gap) if self.groups is None else len({*self.groups})
+        # The interval of a ratio begins with four texts.
+        if n_texts > 3:
+            low, high = (float(end) for end in interval(gap[None], groups=self.groups))
+        if is_small or low <= 0 <= high:
+            unit = f" {self.unit}" if self.unit else ""
+            warn(
+                f"the gap between the runs is {gap.mean().item():.2g}{unit}"
+                f"{interval_text(low, high, '.2g')}, so shares are not reliable; "
+                "use the effects themselves"
+            )
 
     def select(self, **where: Any) -> "Result":
         """Return the part at some labels: `result.select(layer=3, head=[0, 5], component="m*")`.

@@ -1,6 +1,7 @@
 """Pruned attribution graphs: Neuronpedia's format, the page in a browser, and the command `trace`."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -77,6 +78,25 @@ def test_an_answer_of_several_tokens_has_a_target_for_each_token_and_their_sum()
     names = [node.id for node in graph.logits]
     values = torch.stack([changed.true[changed.nodes.index(name)] for name in names])
     torch.testing.assert_close(values[-1], values[:-1].sum(), rtol=1e-3, atol=1e-5)
+    # The printed table has only the nodes with large changes.
+    shown = repr(changed).splitlines()
+    largest = torch.maximum(changed.true.abs(), changed.predicted.abs())
+    rows = [line.split() for line in shown if line.split()[0] in changed.nodes]
+    assert 0 < len(rows) <= 12
+    sizes = [float(largest[changed.nodes.index(row[0])]) for row in rows]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == float(largest.max())
+    assert sizes[-1] > 1e-3 * sizes[0]
+    # Equal changes have no correlation.
+    ones = torch.ones_like(changed.true)
+    flat = replace(changed, predicted=ones, true=ones)
+    assert "nan" not in repr(flat)
+
+
+@pytest.mark.parametrize("targets", [["81"], ("81", "84"), [("81", "84")]])
+def test_an_answer_in_a_list_is_named_in_the_error(targets):
+    with pytest.raises(ValueError, match="targets='81'"):
+        attribution_graph(pydoc(), TEXT, {}, targets=targets)
 
 
 def test_a_difference_has_no_probability_in_a_file(tmp_path):

@@ -388,6 +388,19 @@ def test_shuffled_exchanges_the_models_in_half_of_the_texts(tuned, base):
             torch.testing.assert_close(sign * vector, expected, atol=1e-5, rtol=1e-4)
 
 
+def test_exchanges_of_texts_that_begin_alike_are_different_too(tuned, base):
+    """Two texts with the same first tokens can take each other's place in a half."""
+    texts = ["abcd", "abce", *TEXTS[:1]]
+    lens = compare_models(tuned, base, texts).lens(3, first=3)
+    vectors = [v for v, row in zip(lens.vectors, lens.rows, strict=True) if row[:4] == "shuf"]
+    gaps = [early(tuned, 3, [text], 3) - early(base, 3, [text], 3) for text in texts]
+    expected = [gaps[2] / 3, (2 * gaps[0] - gaps[2]) / 3]
+    assert len(vectors) == 2
+    for vector in vectors:
+        assert any(torch.allclose(vector, other, atol=1e-5, rtol=1e-4) for other in expected)
+    assert not torch.allclose(*vectors)
+
+
 @pytest.mark.parametrize("site", ["resid_post", "z"])
 def test_a_difference_is_a_direction_that_separates_the_models(change, tuned, base, site):
     direction = change.difference(site, layer=3)

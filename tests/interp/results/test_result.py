@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -199,8 +200,29 @@ def test_too_few_examples_have_no_interval(result):
 def test_a_ratio_over_an_uncertain_gap_has_no_bound():
     values, base = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.zeros(4)
     target = torch.tensor([5.0, -4.0, 6.0, -3.0])
-    low, high = Result(values, ("head", "example"), base, target).normalized().interval()
+    with pytest.warns(UserWarning, match="not reliable"):
+        shares = Result(values, ("head", "example"), base, target).normalized()
+    low, high = shares.interval()
     assert (low.item(), high.item()) == (-math.inf, math.inf)
+
+
+def test_shares_of_a_small_gap_have_a_warning():
+    effects, base = torch.tensor([[0.4], [-0.1]]), torch.tensor([3.0])
+    for gap, is_small in ((0.03, True), (-0.03, True), (0.05, False)):
+        result = Result(effects, ("layer", "example"), base, base + gap, unit="logits")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result.normalized()
+            result.normalized(per_example=True)
+        assert len(caught) == 2 * is_small
+        assert all(f"is {gap} logits, so" in str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize("names", [{"base"}, {"target"}, {"base", "target"}])
+def test_a_missing_run_is_named(result, names):
+    with pytest.raises(ValueError, match="without") as error:
+        replace(result, **dict.fromkeys(names)).normalized()
+    assert {*str(error.value).split("without ")[1].split(" and ")} == names
 
 
 def test_shares_of_each_example(result):
