@@ -15,7 +15,7 @@ from interp.features.dictionary import Dictionary
 from interp.measuring import measure
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.protocol import logits_of
-from interp.results.result import Result
+from interp.results.result import Result, shares_of
 from interp.runs.models import with_shuffled_weights
 from interp.runs.runs import Runs
 
@@ -133,7 +133,7 @@ def as_share(
         labels={"test": [""]},
         groups=like.groups,
     )
-    return effects.normalized()
+    return shares_of(effects)
 
 
 @dataclass(frozen=True, eq=False)

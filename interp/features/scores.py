@@ -14,7 +14,7 @@ from interp import plots
 from interp.json_form import Table, columns, form
 from interp.numbers.intervals import interval_text, standard_error
 from interp.plots import objects
-from interp.results.result import Result
+from interp.results.result import Result, shares_of
 
 Ablation = Literal["zero", "mean"]
 ABLATIONS: tuple[Ablation, ...] = ("zero", "mean")
@@ -138,7 +138,7 @@ class DictionaryScores(plots.Shown):
             unit="nats",
             groups=self.groups,
         )
-        return effects.normalized()
+        return shares_of(effects)
 
     def as_json(self) -> dict[str, Any]:
         """Return the losses and the scores of each dictionary, in the JSON form of all results; see

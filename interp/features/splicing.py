@@ -147,7 +147,8 @@ def splice(
 ) -> Iterator[HookedRunner]:
     """Make dictionaries part of a model inside a `with` statement, and yield a runner of the model.
 
-    The features of each dictionary are points of the model.
+    Call it as `with splice(model, dictionary) as runner:`. The features of each dictionary are
+    points of the model.
 
     `blocks.1.resid_post.features` is the point of a dictionary at `blocks.1.resid_post`. The point
     can be cached, edited, swept and attributed like any point of the model, in every run inside the

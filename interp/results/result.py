@@ -206,52 +206,11 @@ class Result(plots.Shown):
         >>> effects.normalized().mean()  # the mean effect 2 divided by the mean difference 5
         tensor([0.4000])
         """
-        base, target = self._runs()
-        gap = target - base
-        size = torch.maximum(target.abs(), base.abs())
-        scale = gap
-        if not per_example:
-            scale = gap.mean()
-            size = size.mean()
-        are_equal = is_cancelled(scale, size)
-        scale = scale.where(~are_equal, math.nan)
-        shares = replace(
-            self,
-            values=self.values / scale,
-            base=torch.zeros_like(base),
-            target=gap / scale,
-            unit="shares of target - base",
-            is_ratio=not per_example,
-            bounds=None,
-            counts=None,
-        )
-        if not are_equal.any():
-            if not self.is_ratio:
-                self._warn_of_small_gap(gap)
-            return shares
-        if not per_example:
-            warn("base and target agree on average: shares are NaN")
-            return shares
-        n_equal = int(are_equal.sum())
-        warn(f"base and target agree in {n_equal} of {len(gap)} examples, which are left out")
-        return shares._at("example", (~are_equal).nonzero().flatten().tolist())
-
-    def _warn_of_small_gap(self, gap: Float[Tensor, " example"]) -> None:
-        """Warn if the mean of target - base is too small for shares; see `normalized`."""
-        size = gap.mean().abs()
-        is_small = bool((self.mean().abs() > _LARGEST_SHARE * size).any())
-        low = high = math.nan
-        n_texts = len(gap) if self.groups is None else len({*self.groups})
-        # The interval of a ratio begins with four texts.
-        if n_texts > 3:
-            low, high = (float(end) for end in interval(gap[None], groups=self.groups))
-        if is_small or low <= 0 <= high:
-            unit = f" {self.unit}" if self.unit else ""
-            warn(
-                f"the gap between the runs is {gap.mean().item():.2g}{unit}"
-                f"{interval_text(low, high, '.2g')}, so shares are not reliable; "
-                "use the effects themselves"
-            )
+        result = shares_of(self, per_example)
+        # Shares were divided before.
+        if not self.is_ratio:
+            _warn_of_small_gap(self)
+        return result
 
     def select(self, **where: Any) -> "Result":
         """Return the part at some labels: `result.select(layer=3, head=[0, 5], component="m*")`.
@@ -684,6 +643,64 @@ class Result(plots.Shown):
         lines = [", ".join(facts), ", ".join(runs), *repr(self.top(3)).splitlines()]
         unit = f" in {self.unit}" if self.unit else ""
         return "\n  ".join([title + unit, *filter(None, lines)])
+
+
+def shares_of(result: Result, per_example: bool = False) -> Result:
+    """Return the effects as shares of target - base, without a warning if this mean is small.
+
+    Args:
+        result: the effects, with a base and a target.
+        per_example: whether to divide the effects of each example by its own target - base.
+    """
+    base, target = result._runs()
+    gap = target - base
+    size = torch.maximum(target.abs(), base.abs())
+    scale = gap
+    if not per_example:
+        scale = gap.mean()
+        size = size.mean()
+    are_equal = is_cancelled(scale, size)
+    scale = scale.where(~are_equal, math.nan)
+    shares = replace(
+        result,
+        values=result.values / scale,
+        base=torch.zeros_like(base),
+        target=gap / scale,
+        unit="shares of target - base",
+        is_ratio=not per_example,
+        bounds=None,
+        counts=None,
+    )
+    if not are_equal.any():
+        return shares
+    if not per_example:
+        warn("base and target agree on average: shares are NaN")
+        return shares
+    n_equal = int(are_equal.sum())
+    warn(f"base and target agree in {n_equal} of {len(gap)} examples, which are left out")
+    return shares._at("example", (~are_equal).nonzero().flatten().tolist())
+
+
+def _warn_of_small_gap(result: Result) -> None:
+    """Warn if the mean of target - base is too small for shares; see `Result.normalized`."""
+    base, target = result._runs()
+    gap = target - base
+    mean = gap.mean()
+    if is_cancelled(mean, torch.maximum(target.abs(), base.abs()).mean()):
+        return
+    is_small = bool((result.mean().abs() > _LARGEST_SHARE * mean.abs()).any())
+    low = high = math.nan
+    n_texts = len(gap) if result.groups is None else len({*result.groups})
+    # The interval of a ratio begins with four texts.
+    if n_texts > 3:
+        low, high = (float(end) for end in interval(gap[None], groups=result.groups))
+    if is_small or low <= 0 <= high:
+        unit = f" {result.unit}" if result.unit else ""
+        warn(
+            f"the gap between the runs is {mean.item():.2g}{unit}"
+            f"{interval_text(low, high, '.2g')}, so shares are not reliable; "
+            "use the effects themselves"
+        )
 
 
 def _check(result: Result) -> None:

@@ -15,7 +15,7 @@ from interp.graph.graph import Graph
 from interp.inputs.parts import finished, part_now
 from interp.kinds import require_made
 from interp.pairs.pairs import Pairs, PatchingDirection
-from interp.results.result import Result
+from interp.results.result import Result, shares_of
 from interp.runs.masked import CircuitSource, MaskedRuns
 
 
@@ -99,7 +99,7 @@ def as_shares(effects: Result) -> Result:
     assert effects.base is not None
     assert effects.target is not None
     _require_difference(effects.base, effects.target)
-    return effects.normalized()
+    return shares_of(effects)
 
 
 def _require_difference(none: Float[Tensor, " example"], whole: Float[Tensor, " example"]) -> None:
