@@ -342,8 +342,9 @@ def compare_models(
     are moved. A model with an adapter of peft (attach it with `models.attach`) is both models,
     without a second copy of the weights.
 
-    Of each model, one layer of the residual stream of one batch is in memory. If the base has
-    hooks, or its blocks cannot be called one by one, all layers of the tuned model are in memory.
+    Of each model, one layer of the residual stream of one batch is in memory. For this, an attached
+    base runs twice. If the base has hooks, or its blocks cannot be called one by one, all layers of
+    the tuned model are in memory.
 
     Args:
         tuned: the tuned model. Or several checkpoints: a list, an iterator or a function that

@@ -163,7 +163,7 @@ class TwoModels:
                 each point, in the order of the names.
         """
         with self.as_base():
-            steps = _steps_of(self.base, batch.base, names)
+            steps = _steps_of(self.base_runner, batch.base, names)
         if steps is None:
             self._stored(batch, names, visit)
             return
@@ -221,16 +221,17 @@ class _Steps(NamedTuple):
     calls: Sequence[_Step]
 
 
-def _steps_of(model: nn.Module, text: Text, names: Mapping[int, str]) -> _Steps | None:
+def _steps_of(runner: HookedRunner, text: Text, names: Mapping[int, str]) -> _Steps | None:
     """Return the calls of a model's blocks, or None if the blocks cannot be called one by one.
 
     A model with hooks runs as a whole, because hooks may act outside the blocks.
 
     Args:
-        model: the model.
+        runner: the runner of the model.
         text: the texts.
         names: the name of the stream's point in each layer.
     """
+    model = runner.model
     language: Any = of(model)
     blocks = [*getattr(language, "blocks", ())]
     if [*names] != [*range(len(blocks))] or is_listened_to(model):
@@ -241,18 +242,19 @@ def _steps_of(model: nn.Module, text: Text, names: Mapping[int, str]) -> _Steps 
         context = language.context(text.tokens, **text.kwargs)
         stream = language.input_resid(text.tokens, context)
         return _Steps(stream, [_Step(block, (context,), {}) for block in blocks])
-    return _recorded(model, blocks, text)
+    return _recorded(runner, blocks, text, last=[*names.values()][-1])
 
 
-def _recorded(model: nn.Module, blocks: Sequence[nn.Module], text: Text) -> _Steps:
-    """Run an attached model once, and return the calls of its blocks.
+def _recorded(runner: HookedRunner, blocks: Sequence[nn.Module], text: Text, last: str) -> _Steps:
+    """Run an attached model until its last block, and return the calls of its blocks.
 
     `models.attach` has checked that each block reads the output of the block before it.
 
     Args:
-        model: the model.
+        runner: the runner of the model.
         blocks: its blocks.
         text: the texts.
+        last: the name of the stream's point in the last layer. The run stops there.
     """
     streams: list[Tensor] = []
     calls: list[_Step] = []
@@ -265,7 +267,7 @@ def _recorded(model: nn.Module, blocks: Sequence[nn.Module], text: Text) -> _Ste
     with Session() as session:
         for block in blocks:
             session.before(block, partial(enter, block))
-        model(text.tokens, **_arguments(model, text))
+        _capture(runner.model, runner, text, [last])
     return _Steps(streams[0], calls)
 
 

@@ -595,7 +595,7 @@ def test_one_layer_of_each_model_is_in_memory(kind, monkeypatch):
     n_texts, n_pos, n_layers, d_model = 3, 96, 24, 64
     tuned, base = deep_models(kind, n_pos, n_layers, d_model)
     monkeypatch.setattr(diffing_streams, "_LOGITS_AT_ONCE", 2**10)
-    texts = torch.randint(53, (n_texts, n_pos), generator=torch.Generator().manual_seed(0))
+    texts = torch.randint(2003, (n_texts, n_pos), generator=torch.Generator().manual_seed(0))
     change, peak = peak_bytes(lambda: compare_models(tuned, base, texts))
     assert peak < n_texts * n_pos * d_model * n_layers * 4
     assert change.stream.values[-1].mean() > 1e-3
@@ -604,12 +604,12 @@ def test_one_layer_of_each_model_is_in_memory(kind, monkeypatch):
 def deep_models(kind, n_pos, n_layers, d_model):
     """Return two deep models of random weights, or one model with an adapter and None."""
     if kind == "plain":
-        sizes = dict(vocab_size=53, n_ctx=n_pos, n_layers=n_layers, n_heads=4, d_model=d_model)
+        sizes = dict(vocab_size=2003, n_ctx=n_pos, n_layers=n_layers, n_heads=4, d_model=d_model)
         config = TransformerConfig(**sizes)
         return Transformer(config).eval(), Transformer(config).eval()
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     config = transformers.LlamaConfig(
-        vocab_size=53,
+        vocab_size=2003,
         hidden_size=d_model,
         intermediate_size=80,
         num_hidden_layers=n_layers,
