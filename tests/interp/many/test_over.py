@@ -412,6 +412,8 @@ def test_the_number_of_steps_is_decided_over_all_examples(model, analysis, argum
     assert (again.values - joined.values[..., 2:]).abs().max() < 1e-12 * size
 
 
+# A model with random weights hardly prefers an answer.
+@pytest.mark.filterwarnings("ignore:the gap between the runs")
 def test_what_depends_on_all_examples_is_an_error():
     over = partial(over_examples, make_model=make_model, examples=PAIRS, at_once=AT_ONCE)
     with pytest.raises(ValueError, match="steps must be a number in over_examples, because"):
