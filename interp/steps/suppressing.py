@@ -64,8 +64,11 @@ def suppressed(
     A hidden step is not attended to: in the chosen layers and heads, all positions after the step
     have no weight on its keys, and their other weights are renormalised. The effect on a later step
     is KL(unedited ‖ edited) of the next-token distributions, as the mean over the tokens of the
-    later step. The distribution for a token is read at the position before the token. So the first
-    token of the next step is predicted by the hidden step itself, whose positions do not change.
+    later step. The distribution for a token is read at the position before the token.
+
+    A part of the effect on the next step is missing. The first token of the next step is predicted
+    at the last position of the hidden step, which does not change. So its divergence is 0, and the
+    mean over the next step contains this 0. Effects on all other later steps are complete.
 
     In many models, all positions attend to the first token of a text without reading its meaning.
     Hiding the first step also hides this token, so put a sentence that you do not ask about first.

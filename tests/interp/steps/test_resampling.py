@@ -59,12 +59,41 @@ TEXT = " First we count. Take two. Then add. It is 2."
 
 def kl(first, second, smoothing):
     answers = sorted({*first, *second})
-    probs = []
-    for found in (first, second):
-        counts = Counter(found)
-        total = len(found) + smoothing * len(answers)
-        probs.append([(counts[answer] + smoothing) / total for answer in answers])
-    return sum(p * math.log(p / q) for p, q in zip(*probs, strict=True))
+    return divergence(*(smoothed(of_set, answers, smoothing) for of_set in (first, second)))
+
+
+def smoothed(of_set, answers, smoothing):
+    counts = Counter(of_set)
+    total = len(of_set) + smoothing * len(answers)
+    return [(counts[answer] + smoothing) / total for answer in answers]
+
+
+def divergence(first, second):
+    return sum(p * math.log(p / q) for p, q in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("even", "odd"),
+    [((0.25, 0.25, 0.25, 0.25), (0.25, 0.25, 0.25, 0.25)), ((0.7, 0.2, 0.1), (0.1, 0.2, 0.7))],
+)
+def test_intervals_contain_the_divergence_of_known_distributions(model, even, odd):
+    """Of 38 intervals, at least 35: with the same distribution, and with different ones."""
+    steps = Steps(model, "Q.", " Ab" * 38, by="word")
+
+    def write(prompts, *, seed, **options):
+        probs = even if len(prompts[0]) % 2 else odd
+        drawn = np.random.default_rng(seed).choice(len(probs), len(prompts), p=probs)
+        return [model.encoded(f" {number}") for number in drawn]
+
+    result = resampled(model, steps, n=8, write=write, similar=lambda a, b: False, seed=2)
+    known = [[(8 * p + 1) / (8 + len(probs)) for p in probs] for probs in (even, odd)]
+    assert {*steps.words[1:]} == {" Ab"}
+    n_hits = 0
+    for step, (low, high) in enumerate(zip(result.low[0], result.high[0], strict=True)):
+        wanted = divergence(*(known[::-1] if step % 2 else known))
+        n_hits += int(low <= wanted <= high)
+        assert 0 <= low <= result.effects.values[0, step, 0] <= high
+    assert n_hits >= 35
 
 
 def test_the_deciding_step_has_the_divergence_of_the_known_distributions(model):
@@ -72,14 +101,14 @@ def test_the_deciding_step_has_the_divergence_of_the_known_distributions(model):
     assert steps.words[2:] == [" Take two.", " Then add.", " It is 2."]
     writer = Writer(model)
     result = resampled(
-        model, steps, n=300, write=writer, seed=1, smoothing=1e-3, similar=lambda a, b: a == b
+        model, steps, n=120, write=writer, seed=1, smoothing=1e-3, similar=lambda a, b: a == b
     )
     assert result.effects.axes == ("importance", "step", "example")
     assert result.effects.labels["step"] == (1, 2, 3, 4)
     assert result.effects.unit == "nats"
     values = result.effects.values[..., 0]
     # Without step 2: 7 with 3/4. With step 2: always 2. The rare answer has only the smoothing.
-    p, q = 0.75, 1e-3 / (300 + 2e-3)
+    p, q = 0.75, 1e-3 / (120 + 2e-3)
     wanted = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
     assert math.isclose(values[0, 1], wanted, rel_tol=0.1)
     # Only rewritten steps that differ: 7 always.
@@ -91,6 +120,8 @@ def test_the_deciding_step_has_the_divergence_of_the_known_distributions(model):
     assert math.isnan(values[1, 0])
     assert result.same[0] == 1
     assert values[0, 2] == values[0, 3] == 0
+    # All 240 answers are the same. The next one may differ, so the interval is no point.
+    assert result.low[0, 3] == 0 < result.high[0, 3] < 0.2
     assert {*result.rewritten[1]} == {" Take two.", " Take seven."}
     assert {*result.without[1]} == {"2", "7"}
     assert {*result.after[1]} == {"2"}
@@ -98,7 +129,7 @@ def test_the_deciding_step_has_the_divergence_of_the_known_distributions(model):
 
 def test_importances_and_intervals_are_those_of_the_answers(model):
     steps = Steps(model, "Q.", TEXT)
-    options = dict(n=13, write=Writer(model), seed=3, smoothing=0.5)
+    options = dict(n=43, write=Writer(model), seed=3, smoothing=0.5)
     result = resampled(model, steps, **options, similar=lambda a, b: a == b)
     draws = np.random.default_rng(0)
     for place in range(4):
@@ -113,20 +144,23 @@ def test_importances_and_intervals_are_those_of_the_answers(model):
         if different:
             wanted = kl(different, result.after[place], 0.5)
             assert math.isclose(result.effects.values[1, place, 0], wanted, abs_tol=1e-6)
-    # A bootstrap of the same two sets by hand, up to its noise.
+    # A bootstrap of the same two sets by hand, up to its noise: draws from the probabilities of
+    # counts plus 1, and both ends moved down by twice the bias.
     sets = (result.without[1], result.after[1])
-    answers = {*sets[0], *sets[1]}
+    answers = [*dict.fromkeys([*sets[0], *sets[1]])]
+    smooth = [smoothed(of_set, answers, 1) for of_set in sets]
     drawn = []
     for _ in range(4000):
-        chosen = [draws.choice(found, len(found)).tolist() for found in sets]
-        # The answers that have a smoothed probability do not change.
-        probs = [
-            [(each.count(a) + 0.5) / (13 + 0.5 * len(answers)) for a in answers] for each in chosen
-        ]
-        drawn.append(sum(p * math.log(p / q) for p, q in zip(*probs, strict=True)))
+        counts = [draws.multinomial(43, probs) for probs in smooth]
+        drawn.append(divergence(*((count + 0.5) / 44 for count in counts)))
+    source = divergence(*([(43 * p + 0.5) / 44 for p in probs] for probs in smooth))
     low, high = np.quantile(drawn, [0.025, 0.975])
-    assert math.isclose(result.low[0, 1], low, abs_tol=0.15)
-    assert math.isclose(result.high[0, 1], high, abs_tol=0.15)
+    low -= 2 * (np.mean(drawn) - source)
+    high -= 2 * max(0, np.mean(drawn) - kl(*sets, 0.5))
+    assert len(answers) == 2
+    assert low > 0
+    assert math.isclose(result.low[0, 1], low, abs_tol=0.1)
+    assert math.isclose(result.high[0, 1], high, abs_tol=0.1)
     again = resampled(model, steps, **options, similar=lambda a, b: a == b)
     assert torch.equal(again.effects.values[0], result.effects.values[0])
     assert torch.equal(again.low[0], result.low[0])
@@ -168,7 +202,7 @@ def test_a_question_is_added_after_whole_steps(model):
 
     for limit, kept in ((14, " One. Two."), (4, " One")):
         asked = []
-        options = dict(max_new_tokens=limit, similar=lambda a, b: 0)
+        options = dict(max_new_tokens=limit, similar=lambda a, b: 0, answer=lambda text: text)
         resampled(model, steps, n=1, write=cut, question=" So?", **options)
         assert asked[1] == f"Q.{kept} So?"
 
@@ -186,6 +220,34 @@ def test_answers_are_last_matches_groups_or_results_of_a_function(model):
     assert resampled(model, steps, answer=r"\b\d\b", **options).without == ((None,), ("2",))
     found = resampled(model, steps, answer=lambda text: text, **options).without
     assert found == ((" It is 47. x",), (" It is 2. It is 47. x",))
+
+
+def test_the_largest_importances_have_their_intervals(model):
+    result = resampled(model, Steps(model, "Q.", TEXT), n=5, write=Writer(model), seed=3)
+    values = result.effects.values[..., 0]
+    first = result.top(2)[0]
+    assert first.where == {"importance": "resampling", "step": 2}
+    assert (first.effect, first.low, first.high) == (
+        float(values[0, 1]),
+        float(result.low[0, 1]),
+        float(result.high[0, 1]),
+    )
+    assert "no answer" not in repr(result)
+
+
+def test_texts_without_an_answer_are_counted_or_are_an_error(model):
+    steps = Steps(model, "Q 5.", " It is 2. It is 31.")
+
+    def write(prompts, **options):
+        return [model.encoded(" It is 47. x") for _ in prompts]
+
+    options = dict(n=3, write=write, similar=lambda a, b: True)
+    # 2 is in the text of the answer from the second step on.
+    assert "no answer in 3 of 9 continuations" in repr(
+        resampled(model, steps, **options, answer=r"\b2\b")
+    )
+    with pytest.raises(ValueError, match="None for all 9.*answer="):
+        resampled(model, steps, **options, answer="red")
 
 
 def test_cosines_are_those_of_the_mean_stream(model):
@@ -207,14 +269,15 @@ def test_cosines_are_those_of_the_mean_stream(model):
         ]
     )
     limit = float(wanted.sort().values[3:5].mean())
-    result = resampled(model, steps, n=4, write=write, threshold=limit)
+    options = dict(n=4, write=write, answer=lambda text: text)
+    result = resampled(model, steps, **options, threshold=limit)
     assert (result.same * 4).tolist() == [
         int((wanted[:3] > limit).sum()),
         int((wanted[3:] > limit).sum()),
     ]
     assert math.isclose(wanted[0], 1, abs_tol=1e-5)
     # Without a threshold, it is the median of the six cosines (the lower one).
-    result = resampled(model, steps, n=4, write=write)
+    result = resampled(model, steps, **options)
     assert (result.same * 4).sum() == 3
     assert f"{wanted.sort().values[2]:.4g}" in result.effects.about["same"]
 
