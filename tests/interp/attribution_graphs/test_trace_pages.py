@@ -1,7 +1,6 @@
 """Pruned attribution graphs: Neuronpedia's format, the page in a browser, and the command `trace`."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -87,10 +86,6 @@ def test_an_answer_of_several_tokens_has_a_target_for_each_token_and_their_sum()
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] == float(largest.max())
     assert sizes[-1] > 1e-3 * sizes[0]
-    # Equal changes have no correlation.
-    ones = torch.ones_like(changed.true)
-    flat = replace(changed, predicted=ones, true=ones)
-    assert "nan" not in repr(flat)
 
 
 @pytest.mark.parametrize("targets", [["81"], ("81", "84"), [("81", "84")]])
