@@ -77,7 +77,7 @@ def divergence(first, second):
     [
         ((0.25, 0.25, 0.25, 0.25), (0.25, 0.25, 0.25, 0.25)),
         ((0.7, 0.2, 0.1), (0.1, 0.2, 0.7)),
-        ((1, 0), (0, 1)),
+        ((0.4, 0.3, 0.3, 0, 0, 0), (0, 0, 0, 0.4, 0.3, 0.3)),
     ],
 )
 def test_intervals_contain_the_divergence_of_known_distributions(model, even, odd):
