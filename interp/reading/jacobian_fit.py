@@ -75,6 +75,7 @@ def jacobian_lens(
         ModeError: if the model is in training mode.
 
     >>> from models import Transformer, TransformerConfig
+    >>> _ = torch.manual_seed(0)
     >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=1, d_model=4)
     >>> model = Transformer(config).eval()
     >>> jacobian_lens(model, [[3, 1, 4, 1], [5, 2, 6]], skip=0)
