@@ -239,7 +239,7 @@ REFUSED = {
     *("nanochat", "doge", "bert-generation", "big_bird", "blenderbot-small", "camembert"),
     *("data2vec-text", "ernie", "mvp", "rembert", "roc_bert", "roformer", "trocr", "xlm-roberta"),
     *("minimax", "rwkv", "inkling_text", "inkling2_text", "recurrent_gemma", "xmod"),
-    *("zaya", "zamba2", "deepseek_v4", "gemma3n_text", "hy_v4"),
+    *("zaya", "zamba2", "deepseek_v4", "gemma3n_text", "hy_v4", "git", "xlstm"),
 }
 
 
