@@ -283,7 +283,10 @@ def _streams(runner: HookedRunner, steps: _Steps, names: Mapping[int, str]) -> I
     for call, name in zip(steps.calls, names.values(), strict=True):
         point = runner.points[name]
         device = next(call.block.parameters()).device
-        stream, args, kwargs = all_to_device((stream, call.args, call.kwargs), device)
+        args, kwargs = call.args, call.kwargs
+        # A block whose weights are stored elsewhere, on `meta`, moves its inputs itself.
+        if device.type != "meta":
+            stream, args, kwargs = all_to_device((stream, args, kwargs), device)
         values: list[Any] = []
         output = replay(call.block, (stream, *args), kwargs, [(point.module, values.append)])
         stream = next(tensors_in(output))

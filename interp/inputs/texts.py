@@ -85,6 +85,8 @@ def padded(texts: Sequence[Any], model: nn.Module, numbers: Sequence[int]) -> Te
                 f"got {tokens.dtype} {list(tokens.shape)} for text {number}"
             )
     device = next((weight.device for weight in model.parameters()), None)
+    # A weight on `meta` is stored elsewhere until it is needed, and the model moves its inputs.
+    device = None if device is not None and device.type == "meta" else device
     return Text.padded(token_rows, getattr(of(model), "pad_token", 0), device=device)
 
 

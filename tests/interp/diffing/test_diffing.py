@@ -628,6 +628,24 @@ def deep_models(kind, n_pos, n_layers, d_model):
     return tuned, base
 
 
+def test_weights_that_are_stored_elsewhere_are_compared_as_before():
+    accelerate = pytest.importorskip("accelerate", reason="needs the extra hf")
+    changes = []
+    for is_offloaded in (False, True):
+        models = []
+        for factor in (1.0, 1.7):
+            models.append(made("llama").requires_grad_(False))
+            models[-1].model.layers[0].mlp.down_proj.weight *= factor
+            if is_offloaded:
+                accelerate.cpu_offload(models[-1], torch.device("cpu"))
+            attach(models[-1])
+        changes.append(compare_models(*models, TOKENS))
+    plain, offloaded = changes
+    torch.testing.assert_close(offloaded.stream.values, plain.stream.values)
+    torch.testing.assert_close(offloaded.kl.values, plain.kl.values)
+    assert plain.kl.values.mean() > 1e-3
+
+
 def test_hooks_on_a_model_act_in_a_comparison(base):
     doubled = {"blocks.1.mlp_out": lambda value, point: 2 * value}
     hooked = copy.deepcopy(base)
