@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hooks.base import at_least_float32, explains_calls, require_kind, shown
 from interp.inputs.token_positions import Mask, Position, last_real
+from interp.numbers.precision import has_nan
 
 Metric = Callable[[Float[Tensor, "batch pos vocab"]], Shaped[Tensor, " batch"]]
 """A function of logits. Any function of your own is a metric.
@@ -284,7 +285,7 @@ def evaluate(
         ValueError: as for `per_example`, or if the metric of an example is NaN.
     """
     values = per_example(metric, logits, batch)
-    if bool(values.isnan().any()):
+    if has_nan(values):
         example = int(values.isnan().nonzero()[0])
         raise ValueError(
             f"a metric must return numbers; got NaN for example {example} from {metric!r}"

@@ -82,7 +82,7 @@ def log_prob(token: Tokens, pos: Tokens = -1) -> Metric:
     """
 
     def score(logits: Tensor, token: Tensor) -> Tensor:
-        return logits.log_softmax(-1).gather(1, token)[:, 0]
+        return logits.log_softmax(-1).gather(1, token).squeeze(1)
 
     return _of_tokens(log_prob, "nats", {"token": token}, pos=pos, score=score)
 
@@ -286,6 +286,7 @@ def _of_tokens(
         )
     ids_by_argument = {argument: tokens_of(value, most) for argument, value in tokens.items()}
     ids = [*ids_by_argument.values()]
+    with_largest = [(argument, int(argument.max())) for argument in ids]
 
     def call_in_words(write: Writer) -> str:
         arguments = []
@@ -300,7 +301,10 @@ def _of_tokens(
 
     def metric(logits: Tensor) -> Tensor:
         logits_read = at(logits)
-        return score(logits_read, *(fitting(argument, logits_read) for argument in ids))
+        tokens_read = [
+            fitting(argument, largest, logits_read) for argument, largest in with_largest
+        ]
+        return score(logits_read, *tokens_read)
 
     return TokenMetric(
         call=call,

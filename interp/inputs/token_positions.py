@@ -60,6 +60,9 @@ def last_real(
         attention_mask = None
     if not last:
         return logits
+    if attention_mask is None and last <= logits.shape[1]:
+        # A copy, because the caller may store it: a view would keep all logits in memory.
+        return logits[:, -last:].clone()
     columns = columns_of_last(last, logits.shape[1], len(logits), attention_mask)
     rows = torch.arange(len(logits), device=logits.device)
     return logits[rows[:, None], to_device(columns, logits.device)]
@@ -168,11 +171,12 @@ def tokens_of(tokens: SeveralTokens, most: int = 1) -> Int[Tensor, "..."]:
     return ids.long()
 
 
-def fitting(tokens: Tensor, logits: Tensor) -> Int[Tensor, "batch n"]:
+def fitting(tokens: Tensor, largest: int, logits: Tensor) -> Int[Tensor, "batch n"]:
     """Return the tokens of each example, on the device of the logits.
 
     Args:
         tokens: one token for all examples, or one or several tokens for each example.
+        largest: the largest of these tokens.
         logits: the logits, [batch, vocab].
 
     Raises:
@@ -185,8 +189,8 @@ def fitting(tokens: Tensor, logits: Tensor) -> Int[Tensor, "batch n"]:
             f"tokens must be one token, or a token for each of the {batch} examples; got "
             f"{len(tokens)}"
         )
-    if int(tokens.max()) >= vocab:
-        raise ValueError(f"tokens must be in [0, {vocab}); got {int(tokens.max())}")
+    if largest >= vocab:
+        raise ValueError(f"tokens must be in [0, {vocab}); got {largest}")
     tokens = tokens.expand(batch) if tokens.ndim == 0 else tokens
     return to_device(tokens, logits.device).view(batch, -1)
 

@@ -1,5 +1,6 @@
 """Check that numbers are finite, convert tensors, and compute the divergence of distributions."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -45,6 +46,17 @@ def all_finite(tensors: Mapping[str, Shaped[Tensor, "..."]]) -> None:
     if sums and not torch.stack(sums).isfinite().all():
         for name, values in tensors.items():
             finite(values, name)
+
+
+def has_nan(values: Shaped[Tensor, "*axes"]) -> bool:
+    """Return True if a value is NaN.
+
+    >>> has_nan(torch.tensor([torch.inf, torch.nan])), has_nan(torch.tensor([torch.inf, 1.0]))
+    (True, False)
+    """
+    # The largest of several values is NaN if one of them is. It takes one operation, and
+    # `values.isnan().any()` takes two.
+    return values.numel() > 0 and math.isnan(values.detach().amax())
 
 
 def like(values: Shaped[Tensor, "*axes"], other: Tensor) -> Shaped[Tensor, "*axes"]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hooks.base import POSITION_AXES, at_least_float32, to_device
 from interp import edits
+from interp.numbers.precision import has_nan
 from interp.results.result import Result
 from interp.runs.gradients import require_numbers, warn_of_unread
 from interp.runs.runs import Runs
@@ -212,14 +213,16 @@ def of_layers(
     names = [*sites.names.values()]
     warn_of_unread([name for name in names if name not in by_point])
     sizes = [len(places) for axis, places in sites.places.items() if axis != "layer"]
-    zero = base.new_zeros(*sizes, len(base))
-    by_layer = [to_device(by_point.get(name, zero), base.device) for name in names]
+    by_layer = []
+    for name in names:
+        values_of_point = by_point[name] if name in by_point else base.new_zeros(*sizes, len(base))
+        by_layer.append(to_device(values_of_point, base.device))
     if "layer" in sites.places:
         values = torch.stack(by_layer, [*sites.places].index("layer"))
     else:
         values = by_layer[0]
     # One check for all points waits for the device once. The points are searched only after it.
-    if values.isnan().any():
+    if has_nan(values):
         for name, values_of_point in by_point.items():
             require_numbers(name, values_of_point)
     return sites.result(base, values, **about)

@@ -33,6 +33,7 @@ from hooks.base import (
 from hooks.shared import Session, first_tensor, point_of
 from interp.inputs.token_positions import last_real
 from interp.measuring import Metric, evaluate, last_of
+from interp.numbers.precision import has_nan
 from interp.protocol import logits_of
 
 Receive = Callable[[str, Tensor], object]
@@ -187,7 +188,7 @@ class _GradientRouter:
 
     def record_steepest(self, gradient: Tensor) -> None:
         """Record the largest gradient at the logits, where the backward pass begins."""
-        self.steepest = gradient.abs().amax()
+        self.steepest = torch.linalg.vector_norm(gradient, torch.inf)
 
     def pass_on(self, name: str, gradient: Tensor) -> Tensor:
         """Pass the gradient at a point to `receive`, and return it for the backward pass.
@@ -232,7 +233,7 @@ def require_numbers(name: str, effects: Float[Tensor, "..."]) -> None:
     Raises:
         ValueError: if a number is NaN.
     """
-    if effects.isnan().any():
+    if has_nan(effects):
         raise ValueError(
             f"gradients must not be NaN; in the backward pass, the first NaN is at {name}"
         )

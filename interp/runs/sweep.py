@@ -37,6 +37,7 @@ from hooks.base import (
 from hooks.shared import is_listened_to
 from interp.edits import Edit
 from interp.measuring import evaluate
+from interp.numbers.precision import has_nan
 from interp.runs.resume import Resumed
 from interp.runs.rows import Batch, Job, WholeRuns
 from interp.runs.runs import Runs
@@ -73,7 +74,7 @@ def effects_of_edits(
     with batch.reading():
         base, values = _measured(runs.runner, batch, edits, max_bytes=max_bytes)
     effects = values - base
-    if effects.isnan().any():
+    if has_nan(effects):
         with_nan = effects.isnan().any(1).nonzero()[:, 0].tolist()
         warn(
             f"the effects of {len(with_nan)} of {len(edits)} edits are NaN; the first is edit "
