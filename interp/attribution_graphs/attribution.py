@@ -20,14 +20,17 @@ from hooks.base import Texts, progress_bar, require_integer, shows_progress, wit
 from interp.attribution_graphs import influence
 from interp.attribution_graphs.descent import TARGETS_AT_ONCE, Descent, Targets
 from interp.attribution_graphs.frozen import FrozenRun
-from interp.attribution_graphs.targets import ChosenTargets, chosen_targets, targets_of_answer
+from interp.attribution_graphs.targets import (
+    ChosenTargets,
+    answers_of_targets,
+    chosen_targets,
+    targets_of_answer,
+    targets_of_contrast,
+)
 from interp.attribution_graphs.traced import AttributionGraph
 from interp.attribution_graphs.transcoders import AnyTranscoders
 from interp.inputs.texts import text_for
 from interp.numbers.precision import finite
-from interp.pairs.answers import Continuations, rows_of_answers
-from interp.pairs.wording import has_several_tokens
-from interp.protocol import of
 
 # A graph with a larger gap is an error. Rounding causes smaller gaps, even in half precision.
 _LARGEST_GAP = 0.05
@@ -63,12 +66,15 @@ def attribution_graph(
         text: a single text, or its tokens.
         transcoders: the transcoders that `load_transcoders` returns, or dictionaries by
             `blocks.L.mlp_out`. They must be on the device of the logits.
-        targets: the maximum number of likely tokens, an answer, or a list of targets. An answer is
-            a text of one or several tokens, such as `" Paris, the city"`; the run then reads the
-            text and the answer, and the targets are the logit of each token at the position that
-            predicts it, and the sum of these logits. In a list, a text or a number is a token, a
-            pair of tokens is the difference of their logits, and three numbers are a feature,
-            (layer, feature, pos). Default: 10.
+        targets: the maximum number of likely tokens, an answer, a tuple of two answers, or a list
+            of targets. An answer is a text of one or several tokens, such as `" Paris, the city"`;
+            the run then reads the text and the answer, and the targets are the logit of each token
+            at the position that predicts it, and the sum of these logits. A tuple `(right, wrong)`
+            of answers of any lengths is one target, the metric of `Pairs`: log p(right) - log
+            p(wrong), which is the difference of two logits if the answers differ in their last
+            token only. In a list, a text or a number is a token, a pair of tokens is the difference
+            of their logits, and three numbers are a feature, (layer, feature, pos). The mean over
+            the vocabulary is subtracted from single logits. Default: 10.
         desired_prob: likely tokens are chosen until the sum of their probabilities reaches this
             value. Default: 0.95.
         pos: the position of the logits. Default: -1.
@@ -82,8 +88,16 @@ def attribution_graph(
             Default: 2³⁰.
         progress: whether to show a progress bar after two seconds. Default: True.
 
+    If `targets` is a tuple, the model reads the text once with each answer. The positions of the
+    graph are the positions of the text and of the tokens with which both answers begin, then of the
+    rest of the right answer, then of the rest of the wrong answer. Each answer attends only to the
+    text and to itself. The softmax after the first different token is replaced by its tangent, so
+    effects are exact to first order, and the constant of the tangent is part of the node of all
+    constants.
+
     Returns:
-        The graph, with the effects [row, source] in the unit of the row's logit or pre-activation.
+        The graph, with the effects [row, source] in the unit of the row's logit or pre-activation,
+        or in nats for two answers.
 
     Raises:
         ValueError: for the same reasons as in `FrozenRun`; if a text in a list of targets is
@@ -100,20 +114,32 @@ def attribution_graph(
     >>> graph = attribution_graph(model, "part KV8 and part K", transcoders)
     >>> graph.logits[0].label, graph.gap < 1e-5
     ('V', True)
+    >>> graph = attribution_graph(model, "part KV8 and part", transcoders, targets=(" KV", " A"))
+    >>> graph.logits[0].label, f"{graph.totals[0]:.2f}", f"{graph.metric:.2f}"
+    (' KV -  A', '2.41', '2.41')
     """
-    answer: tuple[int, ...] = ()
-    if isinstance(targets, str) and has_several_tokens(model, targets):
-        if pos != -1:
-            raise ValueError(f"pos must be left out if targets is an answer; got {pos}")
-        text, answer = _with_answer(model, text, targets)
-    run = FrozenRun(model=model, text=text, transcoders=transcoders, first=first)
+    one_text = text_for(model, text)
+    answers = answers_of_targets(model, one_text, targets)
+    is_several = len(answers.rest) == 2 or any(len(tokens) > 1 for tokens in answers.rest)
+    if is_several and pos != -1:
+        raise ValueError(f"pos must be left out if targets are answers; got {pos}")
+    run = FrozenRun(
+        model=model,
+        text=answers.after(one_text),
+        transcoders=transcoders,
+        first=first,
+        answers=answers.rest,
+    )
     n_pos = len(run.tokens)
     require_integer("pos", pos, least=-n_pos, most=n_pos - 1)
-    pos %= n_pos
-    if answer:
-        chosen = targets_of_answer(run, answer)
+    if len(answers.rest) == 2:
+        chosen = targets_of_contrast(run, answers)
+    elif is_several:
+        chosen = targets_of_answer(run, *answers.rest)
     else:
-        chosen = chosen_targets(model, run, targets=targets, desired_prob=desired_prob, pos=pos)
+        chosen = chosen_targets(
+            model, run, targets=targets, desired_prob=desired_prob, pos=pos % n_pos
+        )
     if not chosen.logits and not chosen.features:
         raise ValueError("targets must contain at least one target; got none")
     n_features = max(len(chosen.features), min(max_features, len(run.layer)))
@@ -130,19 +156,6 @@ def attribution_graph(
             "part of the model is not supported"
         )
     return graph
-
-
-def _with_answer(model: nn.Module, text: Texts, answer: str) -> tuple[Texts, tuple[int, ...]]:
-    """Return a text with all tokens of an answer except the last, and the tokens of the answer.
-
-    Args:
-        model: the model.
-        text: the text.
-        answer: the answer that continues the text.
-    """
-    (listed,) = of(model, "to_id").to_tokens(answer, bos=False).listed()
-    tokens = tuple(listed)
-    return rows_of_answers(text_for(model, text), Continuations(((tokens,),))), tokens
 
 
 class _Table:
@@ -190,7 +203,7 @@ class _Table:
         """
         if self.n_filled < len(self._targets.logits):
             terms = self._targets.terms.of(self.n_filled, self.n_filled + batch)
-            return self._run.of_logits(terms.weights, terms.pos), terms.node
+            return terms.in_run(self._run), terms.node
         if not len(self._waiting):
             self._waiting = self._most_influential()
         features, self._waiting = self._waiting[:batch], self._waiting[batch:]
@@ -245,6 +258,7 @@ class _Table:
             weights=self._weights,
             logits=self._targets.logits,
             terms=self._targets.terms,
+            metric=self._targets.metric,
             totals=self._totals,
             tokens=self._run.write(self._run.tokens.tolist()),
             by_attention=self._by_attention,

@@ -120,7 +120,8 @@ class Descent:
         attention: whether to include effects through changes of patterns (step 3). Default: False.
         keep: whether to store `cells`. This needs a single target and `attention`. Default: False.
         row: the index of the row to which the effects on each target are added. Targets with the
-            same index are added up. Default: one row for each target.
+            same index are added up. They must have different positions or stages. Default: one row
+            for each target.
 
     Attributes:
         rows: the effect of each source on each target.
@@ -280,7 +281,7 @@ class Descent:
         at_z = (along @ W_O.flatten(0, 1).mT).unflatten(-1, (heads, d_head))
         if self._strengths is not None:
             at_z = at_z * self._strengths[:n_targets, n, :, None]
-        pattern = run.at(layer.attention.sublayer.pattern)[:, :stop, :stop]
+        pattern = run.pattern(n)[:, :stop, :stop]
         flat = at_z.permute(2, 0, 1, 3).reshape(heads, stop, n_targets * d_head)
         at_v = (pattern.mT @ flat).view(len(W_V), heads // len(W_V), stop, n_targets, d_head)
         # Several heads may share the values of one key head.

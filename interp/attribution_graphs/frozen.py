@@ -30,6 +30,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks.base import (
+    Text,
     Texts,
     at_least_float32,
     is_rounding,
@@ -38,6 +39,7 @@ from hooks.base import (
     without_gradients,
     writer_of,
 )
+from interp.attribution_graphs.branches import Branches, JoinedScores
 from interp.attribution_graphs.descent import Descent, Targets
 from interp.attribution_graphs.padded import PaddedFeatures, grouped
 from interp.attribution_graphs.readings import FrozenAttention, FrozenReading, LinearReads
@@ -48,6 +50,8 @@ from interp.graph.norms import LinearPart, is_identity, linear_part
 from interp.graph.scores import BlockScores
 from interp.inputs.texts import text_for
 from interp.numbers.precision import all_finite, finite, like
+from interp.pairs.answers import AnswerTokens, Continuations, rows_of_answers
+from interp.pairs.spans import require_causal
 from interp.protocol import logits_of, of
 
 
@@ -66,9 +70,14 @@ class FrozenRun:
             stream before that norm.
         first: the first position with features. At earlier positions, the whole output of an MLP
             is an error. Default: 0.
+        answers: the tokens of one answer or of two different answers that continue the text. The
+            run then reads the text and all tokens of each answer except the last. The positions
+            are the positions of the text, then of the first answer, then of the second answer.
+            Default: no answers.
 
     Attributes:
-        tokens: the tokens of the text.
+        tokens: the tokens of all positions.
+        branches: the rows that the model runs, one for each answer, and their positions.
         logits: the logits of the model, in at least float32.
         layer, pos, feature, activation: the layer, position, index and value of each active
             feature.
@@ -81,10 +90,11 @@ class FrozenRun:
             tokenizer.
 
     Raises:
-        ValueError: if there are several texts, a number in the run or in an active part of a
-            transcoder is not finite, `first` is negative, or a transcoder reads or writes another
-            point, has the wrong size, or has features that are not a nonlinearity applied to a
-            linear map of the input: if it normalizes its input, is gated, or uses matching pursuit.
+        ValueError: if there are several texts, an answer is several tokens and the model reads
+            texts in both directions, a number in the run or in an active part of a transcoder is
+            not finite, `first` is negative, or a transcoder reads or writes another point, has the
+            wrong size, or has features that are not a nonlinearity applied to a linear map of the
+            input: if it normalizes its input, is gated, or uses matching pursuit.
         TypeError, ValueError: for the same reasons as in `Graph`.
 
     Warns:
@@ -102,7 +112,12 @@ class FrozenRun:
 
     @without_gradients
     def __init__(
-        self, model: nn.Module, text: Texts, transcoders: AnyTranscoders, first: int = 0
+        self,
+        model: nn.Module,
+        text: Texts,
+        transcoders: AnyTranscoders,
+        first: int = 0,
+        answers: Sequence[AnswerTokens] = (),
     ) -> None:
         self.graph = Graph(model, split_embeddings=True)
         self.model: Any = of(self.graph.model, "W_U")
@@ -111,14 +126,14 @@ class FrozenRun:
         }
         self.write = writer_of(model) or (lambda tokens: [*map(str, tokens)])
         one_text = text_for(model, text)
-        if len(one_text.tokens) != 1 or not one_text.real.all():
-            raise ValueError(
-                f"text must be a single text without padding; got tokens {[*one_text.tokens.shape]}"
-            )
+        require_one_text(one_text)
         require_integer("first", first, 0)
-        logits = self._run(one_text.tokens)
-        self.logits: Float[Tensor, "pos vocab"] = at_least_float32(logits[0].detach())
-        self.tokens: Int[Tensor, " pos"] = to_device(one_text.tokens[0], self.logits.device)
+        self._texts, self.branches = _texts_of(model, one_text, answers)
+        logits = self._run()
+        joined = self.branches.joined(logits.detach())
+        self.logits: Float[Tensor, "pos vocab"] = at_least_float32(joined)
+        tokens = self.branches.joined(self._texts.tokens)
+        self.tokens: Int[Tensor, " pos"] = to_device(tokens, self.logits.device)
         _require_finite(self.logits, model)
         self.is_causal = self._looks_back()
         self.inputs = self._inputs(logits.dtype)
@@ -132,15 +147,31 @@ class FrozenRun:
         self._attentions: dict[int, FrozenAttention] = {}
         self._encode(first)
 
-    def _run(self, tokens: Int[Tensor, "1 pos"]) -> Float[Tensor, "1 pos vocab"]:
+    def _run(self) -> Float[Tensor, "row column vocab"]:
         """Run the model once, set `cache`, and return the logits."""
         names = [*self.graph.needed, *(self.graph.names[point] for point in self._points())]
-        output, self.cache = self.graph.runner().run_with_cache(tokens, names=names)
+        output, self.cache = self.graph.runner().run_with_cache(
+            self._texts.tokens, names=names, **self._arguments
+        )
         return logits_of(output)
+
+    def run_with_hooks(self, hooks: Sequence[Any]) -> None:
+        """Run the model with hooks. The values at hook points have an axis of rows."""
+        self.graph.runner().run_with_hooks(self._texts.tokens, hooks=hooks, **self._arguments)
+
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        """The arguments of a run besides the tokens: the mask of rows of different lengths."""
+        return self._texts.arguments(self.graph.model) if self._has_mask else {}
+
+    @property
+    def _has_mask(self) -> bool:
+        """True if the rows of two answers have different lengths."""
+        return not self.branches.is_single and self._texts.attention_mask is not None
 
     def _looks_back(self) -> bool:
         """Return True if no query attends to a later key."""
-        patterns = (self.at(layer.attention.sublayer.pattern) for layer in self.graph.layers)
+        patterns = (self.pattern(layer) for layer in range(len(self.graph.layers)))
         # Compare with exactly 0: the exponential of a masked score underflows to 0.
         later = [pattern.triu(1).any() for pattern in patterns]
         return not (later and torch.stack(later).any())
@@ -240,11 +271,13 @@ class FrozenRun:
         """Return the attention scores of a block, with their queries, keys and values."""
         block = self.graph.layers[layer]
         stream = self.cache[self.graph.names[block.attention.reads]]
-        return BlockScores(block, stream, self._context)
+        scores = BlockScores(block, stream, self._context)
+        return scores if self.branches.is_single else JoinedScores(scores, self.branches)
 
     @cached_property
     def _context(self) -> Any:
-        return self.model.context(self.tokens[None])
+        tokens = to_device(self._texts.tokens, self.logits.device)
+        return self.model.context(tokens, **(self._texts.kwargs if self._has_mask else {}))
 
     @property
     def n_sources(self) -> int:
@@ -425,6 +458,13 @@ class FrozenRun:
             return direction, weights.new_zeros(len(weights))
         return direction, weights @ self.like(bias)
 
+    @property
+    def logits_before_cap(self) -> Float[Tensor, "pos vocab"]:
+        """The logits before a soft cap, which are linear in the output of the final norm."""
+        logits = self.final.value @ self.like(self.model.W_U)
+        bias = getattr(self.model, "b_U", None)
+        return logits if bias is None else logits + self.like(bias)
+
     @without_gradients
     def rows(
         self,
@@ -481,8 +521,16 @@ class FrozenRun:
 
     def at(self, point: nn.Module) -> Float[Tensor, "*size"]:
         """Return the value of a point in at least float32, on the device of the logits."""
-        value = at_least_float32(self.cache[self.graph.names[point]])[0]
+        value = self.branches.joined(at_least_float32(self.cache[self.graph.names[point]]))
         return to_device(value, self.logits.device)
+
+    def pattern(self, layer: int) -> Float[Tensor, "head query key"]:
+        """Return the attention pattern of a layer in at least float32, on the device of the
+        logits.
+        """
+        point = self.graph.layers[layer].attention.sublayer.pattern
+        rows = at_least_float32(self.cache[self.graph.names[point]])
+        return to_device(self.branches.joined_pattern(rows), self.logits.device)
 
     def like(self, values: Tensor) -> Tensor:
         """Return values on the device and in the dtype of the logits."""
@@ -528,6 +576,37 @@ class FrozenRun:
                 f"in layer {layer}"
             )
         return self.reading(known[wanted[0]], branch.reads)
+
+
+def require_one_text(text: Text) -> None:
+    """Check that there is one text without padding.
+
+    Raises:
+        ValueError: if there are several texts, or padding.
+    """
+    if len(text.tokens) != 1 or not text.real.all():
+        raise ValueError(
+            f"text must be a single text without padding; got tokens {[*text.tokens.shape]}"
+        )
+
+
+def _texts_of(
+    model: nn.Module, text: Text, answers: Sequence[AnswerTokens]
+) -> tuple[Text, Branches]:
+    """Return the rows that the model runs, and their positions.
+
+    Args:
+        model: the model.
+        text: the text.
+        answers: the answers; see `FrozenRun`.
+    """
+    read = [answer[:-1] for answer in answers]
+    n_pos = text.tokens.shape[1]
+    if not any(read):
+        return text, Branches(n_pos)
+    require_causal(model, None)
+    rows = rows_of_answers(text, Continuations((tuple(answers),)))
+    return rows, Branches(n_pos, tuple(len(tokens) for tokens in read))
 
 
 def _require_finite(logits: Float[Tensor, "pos vocab"], model: nn.Module) -> None:

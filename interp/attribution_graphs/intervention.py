@@ -44,7 +44,8 @@ class Intervention:
         predicted: the predicted changes over all paths, with frozen norms and gates. Patterns are
             frozen too, unless the graph was made with `attention=True`.
         by_attention: the part of `predicted` that is due to changes of attention.
-        true: the changes in the model, with nothing frozen.
+        true: the changes in the model, with nothing frozen. For two answers of several tokens, it
+            is the change of the target with the tangent of the softmax; see `attribution_graph`.
         patterns_held: the changes in the model with frozen attention patterns, so
             `true - patterns_held` is the effect of attention.
         scales_held: the changes in the model with frozen patterns and scales of norms. The
@@ -281,7 +282,8 @@ def true_values(
 
     def see(value: Tensor, point: Point) -> None:
         """Record a value that transcoders or the unembedding read."""
-        read[point.name] = to_device(at_least_float32(value[0]), run.logits.device)
+        joined = run.branches.joined(at_least_float32(value))
+        read[point.name] = to_device(joined, run.logits.device)
 
     def write(value: Tensor, point: Point) -> Tensor:
         """Return the output of an MLP with the decoder rows of the changed features added."""
@@ -296,16 +298,16 @@ def true_values(
                 continue
             now = dictionary.encode(read[run.readings[layer].name])[pos, feature]
             row = decoders[written_layer - layer][feature]
-            value[0, pos] += like((wanted - now) * row, value)
+            for text_row, column in run.branches.places(pos):
+                value[text_row, column] += like((wanted - now) * row, value)
         return value
 
-    runner = run.graph.runner()
     names = run.graph.names
     read_names = {reading.name for reading in run.readings.values()} | {run.final.name}
     hooks = [(name, see) for name in read_names]
     writes = [(names[layer.mlp.branch.added], write) for layer in run.graph.layers if layer.mlp]
     fixed_values = [(name, edits.replace(value)) for name, value in run.values(fixed).items()]
-    runner.run_with_hooks(run.tokens[None], hooks=[*fixed_values, *hooks, *writes])
+    run.run_with_hooks([*fixed_values, *hooks, *writes])
     features = run.activation.clone()
     for layer, (dictionary, _) in run.transcoders.items():
         in_layer = run.layer == layer
@@ -314,6 +316,8 @@ def true_values(
     direction, offset = run.of_vocabulary(terms.weights)
     stream = like(read[run.final.name][terms.pos], direction)
     value_of_term = (stream * direction).sum(-1) + offset
+    if terms.constant is not None:
+        value_of_term = value_of_term + terms.constant
     n_nodes = int(terms.node.max()) + 1 if len(terms.node) else 0
     logits = value_of_term.new_zeros(n_nodes).index_add(0, terms.node, value_of_term)
     return features, logits

@@ -130,7 +130,7 @@ def sources(run: Any, words: Sequence[str], influence: Sequence[float]) -> Itera
     # The model first adds the token embeddings. All other embeddings are position embeddings.
     for embedding in run.embeddings:
         is_token = embedding == run.embeddings[0]
-        nodes += _tokens(numbers, words) if is_token else _positions(n_pos)
+        nodes += _tokens(numbers, words) if is_token else _positions(run.branches.columns)
     nodes.append(Node(id="B_0_0", kind="bias", layer=-1, pos=0, number=0, label="all constants"))
     for node, share in zip(nodes, influence, strict=True):
         yield node._replace(influence=share)
@@ -159,8 +159,12 @@ def _tokens(numbers: Sequence[int], words: Sequence[str]) -> list[Node]:
     ]
 
 
-def _positions(n_pos: int) -> list[Node]:
-    """Return the nodes of the embeddings of positions."""
+def _positions(columns: Sequence[int]) -> list[Node]:
+    """Return the nodes of the embeddings of positions.
+
+    Args:
+        columns: the place of each position in its text.
+    """
     return [
         Node(
             id=f"P_{pos}_{pos}",
@@ -168,7 +172,7 @@ def _positions(n_pos: int) -> list[Node]:
             layer=-1,
             pos=pos,
             number=pos,
-            label=f"position {pos}",
+            label=f"position {column}",
         )
-        for pos in range(n_pos)
+        for pos, column in enumerate(columns)
     ]

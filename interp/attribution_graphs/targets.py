@@ -1,5 +1,5 @@
 """Targets of an attribution graph: likely tokens, chosen tokens, differences of logits, the tokens
-of an answer, and features.
+of an answer, the contrast of two answers, and features.
 
 `promoted_tokens` returns the tokens that features promote.
 """
@@ -12,11 +12,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.base import require_integer, require_kind, shown
-from interp.attribution_graphs.frozen import FrozenRun
+from hooks.base import Text, require_integer, require_kind, shown
+from interp.attribution_graphs.branches import common_start
+from interp.attribution_graphs.descent import Targets
+from interp.attribution_graphs.frozen import FrozenRun, require_one_text
 from interp.attribution_graphs.nodes import Node
 from interp.inputs.token_positions import is_worded, token_ids
-from interp.pairs.wording import has_several_tokens
+from interp.pairs.answers import AnswerTokens, Continuations, rows_of_answers
+from interp.pairs.spans import require_causal
+from interp.pairs.wording import answers_of_texts, has_several_tokens
+from interp.protocol import of
 
 
 class LogitTerms(NamedTuple):
@@ -27,17 +32,31 @@ class LogitTerms(NamedTuple):
             -1 at the two tokens of a difference.
         pos: the position of each term.
         node: the index of the node of each term. Terms are in the order of their nodes.
+        constant: a number that is added to each term; None for 0.
     """
 
     weights: Float[Tensor, "term vocab"]
     pos: Int[Tensor, " term"]
     node: Int[Tensor, " term"]
+    constant: Float[Tensor, " term"] | None = None
 
     def of(self, start: int, stop: int) -> "LogitTerms":
         """Return the terms of some nodes, which are counted from 0 again."""
         is_chosen = (self.node >= start) & (self.node < stop)
         return LogitTerms(
-            self.weights[is_chosen], self.pos[is_chosen], self.node[is_chosen] - start
+            weights=self.weights[is_chosen],
+            pos=self.pos[is_chosen],
+            node=self.node[is_chosen] - start,
+            constant=None if self.constant is None else self.constant[is_chosen],
+        )
+
+    def in_run(self, run: FrozenRun) -> Targets:
+        """Return the terms as targets of a frozen run."""
+        targets = run.of_logits(self.weights, self.pos)
+        if self.constant is None:
+            return targets
+        return targets._replace(
+            bias=targets.bias + self.constant, total=targets.total + self.constant
         )
 
 
@@ -45,14 +64,83 @@ class ChosenTargets(NamedTuple):
     """The targets of an attribution graph.
 
     Attributes:
-        logits: the nodes of logits, differences of logits, and the sum of the logits of an answer.
+        logits: the nodes of logits, differences of logits, the sum of the logits of an answer, and
+            the contrast of two answers.
         terms: the logits of these nodes.
         features: the indices of the chosen features among the active features.
+        metric: the value of the metric of `Pairs` for an answer or two answers; None for other
+            targets.
     """
 
     logits: list[Node]
     terms: LogitTerms
     features: list[int]
+    metric: float | None = None
+
+
+class AnswersOfTargets(NamedTuple):
+    """The answers that `attribution_graph(targets=)` names.
+
+    Attributes:
+        start: the tokens with which all answers begin, if there are two answers.
+        rest: the other tokens of each answer.
+    """
+
+    start: AnswerTokens
+    rest: tuple[AnswerTokens, ...]
+
+    @property
+    def whole(self) -> list[AnswerTokens]:
+        """All tokens of each answer."""
+        return [self.start + tokens for tokens in self.rest]
+
+    def after(self, text: Text) -> Text:
+        """Return a text with the tokens with which all answers begin."""
+        if not self.start:
+            return text
+        # A row has all tokens of an answer except the last, so any token may be the last.
+        return rows_of_answers(text, Continuations((((*self.start, 0),),)))
+
+
+def answers_of_targets(model: nn.Module, text: Text, targets: Any) -> AnswersOfTargets:
+    """Return the tokens of the answers that `targets` names; no answers for other targets.
+
+    A text is an answer, and a tuple is a right and a wrong answer.
+
+    Args:
+        model: the model.
+        text: the text that the answers continue.
+        targets: see `attribution_graph`.
+
+    Raises:
+        ValueError: if a tuple does not contain two answers, one answer begins with the other, or an
+            answer does not fit the text; see `Pairs`.
+    """
+    if isinstance(targets, str):
+        (listed,) = of(model, "to_id").to_tokens(targets, bos=False).listed()
+        return AnswersOfTargets((), (tuple(listed),))
+    if not isinstance(targets, tuple):
+        return AnswersOfTargets((), ())
+    if len(targets) != 2:
+        raise ValueError(
+            f"targets must be a tuple (right, wrong) or a list of targets; got {shown(targets)}"
+        )
+    require_one_text(text)
+    read = answers_of_texts(model, text, targets)
+    if isinstance(read, Continuations):
+        answers = read.tokens[0]
+    else:
+        answers = tuple((token,) for token in read[0].tolist())
+    n = common_start(answers)
+    if n:
+        require_causal(model, None)
+    rest = tuple(tokens[n:] for tokens in answers)
+    if not all(rest):
+        raise ValueError(
+            "no answer of targets may begin with the other answer, because the other answer then "
+            f"has nothing to compare; got {shown(targets)}"
+        )
+    return AnswersOfTargets(answers[0][:n], rest)
 
 
 def chosen_targets(
@@ -167,7 +255,72 @@ def targets_of_answer(run: FrozenRun, answer: Sequence[int]) -> ChosenTargets:
         pos=torch.tensor([*positions], device=device).repeat(2),
         node=torch.cat([numbers, torch.full_like(numbers, n)]),
     )
-    return ChosenTargets(logits, terms, [])
+    return ChosenTargets(logits, terms, [], metric=_log_probs(run, tuple(answer), positions))
+
+
+def targets_of_contrast(run: FrozenRun, answers: AnswersOfTargets) -> ChosenTargets:
+    """Return the contrast of two answers as the only target.
+
+    The contrast is log p(right answer) - log p(wrong answer), as in `Pairs`. A log-probability is
+    the logit of the token minus `log sum exp` of all logits:
+
+    1. The logits of tokens with which both answers begin cancel, so they are left out.
+    2. At the next position, both answers have the same `log sum exp`, which cancels. The difference
+       of two logits is left.
+    3. At all later positions, `log sum exp` is replaced by its tangent at the run: the sum of the
+       logits weighted by their probabilities, plus the entropy of the prediction. The entropy is a
+       constant of the target. So the target is linear in the logits, equals the contrast in the
+       run, and has the same gradient.
+
+    Args:
+        run: the frozen run of the text, the common tokens and both answers.
+        answers: the right and the wrong answer.
+    """
+    vocab = run.logits.shape[1]
+    # Both answers begin after this position, so it predicts the first token of each.
+    pos = run.branches.n_shared - 1
+    logits = run.logits_before_cap[pos:]
+    log_probs = logits.log_softmax(-1)
+    # Tangents of log p of the tokens that the run reads after `pos`; the sign of the second answer
+    # is -1. Both tangents at `pos` itself cancel.
+    signs = logits.new_tensor([1.0 if row == 0 else -1.0 for row in run.branches.rows[pos:]])
+    signs[0] = 0
+    chances = log_probs.exp()
+    weights = -signs[:, None] * chances
+    entropy = -(chances * log_probs).sum(-1)
+    metric = 0.0
+    for row, (sign, tokens) in enumerate(zip((1, -1), answers.rest, strict=True)):
+        positions = run.branches.of_row(row)[pos:]
+        weights[[place - pos for place in positions], [*tokens]] += sign
+        metric += sign * _log_probs(run, tokens, positions)
+    terms = LogitTerms(
+        weights=weights,
+        pos=torch.arange(pos, len(run.tokens), device=weights.device),
+        node=torch.zeros(len(weights), dtype=torch.long, device=weights.device),
+        constant=-signs * entropy,
+    )
+    layer = len(run.graph.layers)
+    node = Node(
+        id=f"{layer + 1}_{vocab}_{pos}",
+        kind="logit",
+        layer=layer,
+        pos=pos,
+        number=vocab,
+        label=" - ".join("".join(run.write([*tokens])) for tokens in answers.whole),
+    )
+    return ChosenTargets([node], terms, [], metric=metric)
+
+
+def _log_probs(run: FrozenRun, tokens: AnswerTokens, positions: Sequence[int]) -> float:
+    """Return the sum of the log-probabilities of tokens, in nats.
+
+    Args:
+        run: the frozen run.
+        tokens: the tokens.
+        positions: the position that predicts each token.
+    """
+    log_probs = run.logits[[*positions]].log_softmax(-1)
+    return float(log_probs[[*range(len(tokens))], [*tokens]].sum())
 
 
 def _likely_tokens(chances: Float[Tensor, " vocab"], most: int, share: float) -> list[int]:
@@ -209,8 +362,8 @@ def _tokens_of_target(model: nn.Module, target: Any, vocab: int) -> list[int]:
     for text in target if several else [target]:
         if isinstance(text, str) and has_several_tokens(model, text):
             raise ValueError(
-                f"a text in a list of targets must be one token; got {text!r}; for the tokens of "
-                f"an answer, use targets={text!r} without a list"
+                f"a text in a list of targets must be one token; got {text!r}; for answers of "
+                f"several tokens, use targets={target!r} without a list"
             )
     ids = [index(token) for token in token_ids(model, [*target] if several else [target])]
     known = all(0 <= token < vocab for token in ids)

@@ -42,6 +42,12 @@ class AttributionGraph(plots.Shown):
         logits: the logits that the first rows explain, as nodes.
         terms: the weighted sums of logits that each node of `logits` adds up.
         totals: the value of each explained node.
+        metric: if the targets are an answer of several tokens or two answers, the value of the
+            metric of `Pairs` for them: the log-probability of the right answer minus the
+            log-probability of the wrong answer if there is one, in nats. None for other targets.
+            The target of two answers has the same value, unless the model caps its logits. The sum
+            of the logits of one answer has another value, because a log-probability also depends
+            on the logits of all other tokens.
         tokens: the tokens of the text.
         by_attention: the effect that each source has on each explained node because it changes
             attention patterns, estimated to first order. These effects are not included in `rows`.
@@ -74,6 +80,7 @@ class AttributionGraph(plots.Shown):
     tokens: Sequence[str]
     by_attention: Float[Tensor, "row source"] | None = None
     attention_gap: float = math.nan
+    metric: float | None = None
 
     @property
     def gap(self) -> float:
@@ -348,8 +355,7 @@ class AttributionGraph(plots.Shown):
         """Return the node that a row explains, as the targets that add up to the node."""
         if self.column[row] >= 0:
             return self.run.of_features(self.column[row : row + 1])
-        terms = self.terms.of(row, row + 1)
-        return self.run.of_logits(terms.weights, terms.pos)
+        return self.terms.of(row, row + 1).in_run(self.run)
 
     def as_json(self) -> dict[str, Any]:
         """Return the nodes and links of `pruned()`, and the scores of the whole graph, in the JSON
@@ -375,4 +381,6 @@ class AttributionGraph(plots.Shown):
         for node in self.logits[:10]:
             chance = "" if node.probability is None else f"  probability {node.probability:.3f}"
             lines.append(f"  {node.id} {node.label!r}{chance}")
+        if self.metric is not None:
+            lines.append(f"  metric of the answers, as in Pairs: {self.metric:.4g} nats")
         return "\n".join(lines)
