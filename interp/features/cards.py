@@ -49,6 +49,7 @@ from interp.spectral.weights import token_directions
 _BINS = 20
 _BEFORE = 24
 _AFTER = 8
+_TITLE = "before each text: the feature's largest value there, which multiplies its decoder row"
 
 
 @dataclass(frozen=True)
@@ -203,8 +204,12 @@ class FeatureCards(list[FeatureCard], plots.Shown):
     """
 
     def __repr__(self) -> str:
-        more = f"\nand {len(self) - 5} more" if len(self) > 5 else ""
-        return "\n".join(map(repr, self[:5])) + more
+        lines = [repr(card) for card in self[:5]]
+        if any(card.examples for card in self[:5]):
+            lines.insert(0, _TITLE)
+        if len(self) > 5:
+            lines.append(f"and {len(self) - 5} more")
+        return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
         """Return all cards in the JSON form of all results; see `interp.json_form`.

@@ -338,20 +338,24 @@ def test_a_position_that_rules_the_variance_is_said(model, texts):
 
 def test_cards_of_some_positions_and_of_norms_in_the_stream(model):
     d = random(k=3)
-    (card,) = feature_cards(model, {PLACE: d}, TEXTS, [28], pos=slice(2, None), k=2)
     with splice(model, {PLACE: d}) as runner:
-        columns = [
-            runner.capture(torch.tensor([text]), names="*.features")["features", 1][0, :, 28]
-            for text in TEXTS
-        ]
-    kept = torch.cat([column[2:] for column in columns])
+        caches = [runner.capture(torch.tensor([text]), names="*.features") for text in TEXTS]
+    values = torch.cat([cache["features", 1][0, 2:] for cache in caches])
+    feature = int((values != 0).sum(0).argmax())
+    kept = values[:, feature]
+    assert 0 < (kept != 0).sum() < len(kept)
+    (card,) = feature_cards(model, {PLACE: d}, TEXTS, [feature], pos=slice(2, None), k=2)
     assert math.isclose(card.density, (kept != 0).double().mean().item(), rel_tol=1e-6)
     assert math.isclose(card.largest, kept.max().item(), rel_tol=1e-6)
     assert card.n_tokens == len(kept)
     assert f"% of {len(kept)} positions" in repr(card)
+    printed = repr(FeatureCards([card] * 7)).splitlines()
+    assert "multiplies its decoder row" in printed[0]
+    assert printed[1:] == [*repr(card).splitlines() * 5, "and 2 more"]
+    assert card.examples
     assert all(set(example.activations[:2]) == {0.0} for example in card.examples)
     with pytest.raises(ValueError, match="pos must select a token"):
-        feature_cards(model, {PLACE: d}, TEXTS, [28], pos=[99])
+        feature_cards(model, {PLACE: d}, TEXTS, [feature], pos=[99])
     post = Transformer(dataclasses.replace(model.config, norm_place="post")).double().eval()
     (card,) = feature_cards(post, {PLACE: d}, TEXTS, [4], k=2)
     logits = post.unembedding.weight @ d.W_dec[4]
