@@ -150,13 +150,31 @@ def is_left_out(output: Any) -> bool:
     return output.get("name") == "stderr" or output.get("data") == {"text/plain": ""}
 
 
+def joined(outputs: list[Any]) -> list[Any]:
+    """Join texts that follow each other, because the kernel divides printed text at random."""
+    parts: list[Any] = []
+    for output in outputs:
+        if parts and "text" in output and output.get("name") == parts[-1].get("name"):
+            parts[-1]["text"] += output["text"]
+        else:
+            parts.append(output)
+    return parts
+
+
 def build_notebook(path: Path) -> None:
     """Run a notebook in a new kernel, and write it with its outputs."""
     import nbformat
     from nbclient import NotebookClient
 
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(GUIDES)}})
+    client = NotebookClient(
+        notebook,
+        timeout=1800,
+        # On a slow machine, the last outputs of a cell arrive late. By default, they would be lost.
+        iopub_timeout=120,
+        raise_on_iopub_timeout=True,
+        resources={"metadata": {"path": str(GUIDES)}},
+    )
     count = 0
     with client.setup_kernel():
         if MODEL in path.read_text("utf-8"):
@@ -173,7 +191,7 @@ def build_notebook(path: Path) -> None:
             client.execute_cell(cell, index)
             count += 1
             shown = [output for output in cell.outputs if not is_left_out(output)]
-            cell.outputs, cell.execution_count = [tidy(output) for output in shown], count
+            cell.outputs, cell.execution_count = joined([tidy(output) for output in shown]), count
             for output in cell.outputs:
                 if "execution_count" in output:
                     output.execution_count = count
