@@ -8,7 +8,13 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from hooks.base import at_least_float32, explains_calls, require_kind, shown
+from hooks.base import (
+    at_least_float32,
+    explains_calls,
+    padding_messages,
+    require_kind,
+    shown,
+)
 from interp.inputs.token_positions import Mask, Position, last_real
 from interp.numbers.precision import has_nan
 
@@ -216,7 +222,7 @@ def last_of(metric: Metric, attention_mask: Mask | None = None) -> int:
         )
     if attention_mask is not None and not attention_mask.bool().all():
         if getattr(metric, "unmasked", False):
-            raise ValueError(f"{metric!r} needs the attention_mask of padded texts; got none")
+            raise ValueError(padding_messages.mask_unknown(f"{metric!r}"))
         if isinstance(metric, TokenMetric) and metric.at is not None:
             metric.at.columns(attention_mask.shape[1], len(attention_mask), attention_mask)
     return int(getattr(metric, "last", 0))

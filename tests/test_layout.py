@@ -150,6 +150,19 @@ def test_json_is_written_by_one_module():
         assert bool(called & writers) == may_write, path
 
 
+def test_messages_about_padding_are_written_by_one_module():
+    messages = ROOT / "hooks/base/padding_messages.py"
+    writers = {node.name for node in nodes_of(messages) if isinstance(node, ast.FunctionDef)}
+    about_padding = re.compile("padd|attention_mask|real token")
+    for path in MODULES:
+        for node in nodes_of(path):
+            parts = [*ast.walk(node)] if isinstance(node, ast.Raise) else []
+            texts = [str(part.value) for part in parts if isinstance(part, ast.Constant)]
+            if any(map(about_padding.search, texts)):
+                calls = [ast.unparse(part.func) for part in parts if isinstance(part, ast.Call)]
+                assert writers & {call.rpartition(".")[2] for call in calls}, (path, texts)
+
+
 # These calls may run code from the files that they read, unless an argument has a safe value.
 RUNS_CODE = {
     "from_pretrained": ("trust_remote_code", {"False", "trusts"}),

@@ -234,7 +234,7 @@ def test_readings_are_nan_at_padding(side):
     norms = interp.residual_stream(cache, mask).norms[..., 0]
     for numbers in (lens.kl[1], lens.probabilities[0, ..., 1], parts[2], added[..., 3], norms):
         assert torch.equal(numbers.isnan(), ~mask)
-    with pytest.raises(ValueError, match="real tokens"):
+    with pytest.raises(ValueError, match="real token"):
         interp.residual_stream(cache, torch.ones_like(mask))
 
 
@@ -336,7 +336,7 @@ def test_places_from_the_end_of_a_tensor_beside_padding_are_refused():
     values, name = cache["resid_post", 0], "blocks.0.resid_post"
     for chosen in (-1, slice(-1, None), [-1], [[-1], [-2], [-1]]):
         hooks = {name: edits.replace(values, source_pos=chosen, pos=1)}
-        with pytest.raises(EditError, match="padding of the tensor is unknown"):
+        with pytest.raises(EditError, match="needs the attention_mask"):
             runner.run_with_hooks(batch, hooks=hooks)
         unpadded = torch.tensor(ROWS[1:2] * 3)
         # The call is allowed, because nothing is padding.

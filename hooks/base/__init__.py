@@ -1,11 +1,11 @@
 """General parts for all packages: texts, selections, comparisons, errors, storage and memory.
 
-Read `text_forms`, `pieces`, `text` and `selection` first, then `errors`, `hints` and `kinds`, and
-the other files in any order. This module exports the names for `models` and `interp`. `hooks`
-imports other names directly from their files.
+Read `text_forms`, `pieces`, `text` and `selection` first, then `errors`, `padding_messages`,
+`hints` and `kinds`, and the other files in any order. This module exports the names for `models`
+and `interp`. `hooks` imports other names directly from their files.
 """
 
-from hooks.base import storage, strict_json
+from hooks.base import padding_messages, storage, strict_json
 from hooks.base._torch import (
     Component,
     FakeTensor,

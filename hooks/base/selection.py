@@ -17,6 +17,12 @@ from torch import Tensor
 from hooks.base._torch import FakeTensor
 from hooks.base.errors import SelectionError, unknown_name
 from hooks.base.kinds import require_kind
+from hooks.base.padding_messages import (
+    before_the_text,
+    mask_shape,
+    no_real_token,
+    padding_selected,
+)
 from hooks.base.saying import shown
 from hooks.base.transfer import to_device
 
@@ -50,7 +56,7 @@ def real_of(
     if mask is None:
         return torch.ones(*shape, dtype=torch.bool)
     if mask.shape != tuple(shape):
-        raise ValueError(f"{name} must be [batch, pos], {[*shape]}; got {list(mask.shape)}")
+        raise ValueError(mask_shape(name, shape, mask.shape))
     return mask.bool()
 
 
@@ -268,9 +274,7 @@ class Selection:
         # text, as in Python.
         lasts = [end - 1 for end in ends if end is not None and end < 0]
         if any(place < -length for place in [*lasts, *self._listed]):
-            raise SelectionError(
-                f"{what} must be from {-length} on in a text of {length} tokens; got {self!r}"
-            )
+            raise SelectionError(before_the_text(what, length, self))
 
     def columns(
         self, size: int, what: str, batch: int | None = None, real: KeyMask | None = None
@@ -331,7 +335,7 @@ class Selection:
             real_columns_of_text = {*columns}
             real_selected = [column for column in selected if column in real_columns_of_text]
             if not real_selected:
-                raise SelectionError(f"{name} must be at least one real token; got none")
+                raise SelectionError(no_real_token(name))
             read.append(real_selected)
         return read
 
@@ -377,11 +381,11 @@ def _real(part: Any, size: int, what: str, real: Sequence[int], whole: bool) -> 
         numbers = [part]
     for n, number in enumerate(numbers):
         if number < -len(real) and whole:
-            raise SelectionError(f"{what} has {len(real)} real tokens; got {number}")
+            raise SelectionError(before_the_text(what, len(real), number))
         if number < 0:
             chosen[n] = real[number] if number >= -len(real) else -1
         elif number < size and number not in real:
-            raise SelectionError(f"{what} must be a column of a real token; got {number}, padding")
+            raise SelectionError(padding_selected(what, f"column {number}"))
     return chosen
 
 

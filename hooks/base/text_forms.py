@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
+from hooks.base.padding_messages import mask_numbers, mask_shape
 from hooks.base.saying import shown
 from hooks.base.text import Text
 
@@ -109,15 +110,12 @@ def columns_of(texts: Any) -> tuple[list[list[int]], list[list[bool]]]:
         masks = _listed(texts["attention_mask"])
     lengths = [*map(len, tokens)]
     mask_lengths = [*map(len, masks)]
-    got = ""
     if mask_lengths != lengths:
-        got = f"{mask_lengths} for {lengths} tokens"
-    elif others := set().union(*masks) - {0, 1}:
-        got = f"{others}"
-    if got:
         raise ValueError(
-            f"attention_mask must have a 1 or a 0 for each token of input_ids; got {got:.80}"
+            mask_shape("attention_mask", lengths, mask_lengths, axes="as long as input_ids")
         )
+    if others := set().union(*masks) - {0, 1}:
+        raise ValueError(mask_numbers("attention_mask", min(others)))
     for name in _READ_BESIDE & {*texts}:
         if bool(torch.as_tensor(texts[name]).any()):
             raise ValueError(

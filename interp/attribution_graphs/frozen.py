@@ -34,6 +34,7 @@ from hooks.base import (
     Texts,
     at_least_float32,
     is_rounding,
+    padding_messages,
     require_integer,
     to_device,
     without_gradients,
@@ -585,9 +586,8 @@ def require_one_text(text: Text) -> None:
         ValueError: if there are several texts, or padding.
     """
     if len(text.tokens) != 1 or not text.real.all():
-        raise ValueError(
-            f"text must be a single text without padding; got tokens {[*text.tokens.shape]}"
-        )
+        given = f"tokens {[*text.tokens.shape]}"
+        raise ValueError(padding_messages.several_texts("text", given))
 
 
 def _texts_of(

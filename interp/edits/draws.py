@@ -8,7 +8,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from hooks import EditError
-from hooks.base import generator
+from hooks.base import (
+    generator,
+    padding_messages,
+)
 from interp.edits.places import Region
 from interp.inputs.parts import require_whole
 
@@ -46,16 +49,8 @@ def donors(
         rows_by_padding.setdefault(tuple(is_padding), []).append(row)
     donor_of: dict[int, int] = {}
     for rows in rows_by_padding.values():
-        if len(rows) < 2:
-            raise EditError(
-                f"resample must have 2 rows with the same padding; got one, row {rows[0]}"
-            )
         if len({texts[row] for row in rows}) < 2:
-            raise EditError(
-                f"resample must have 2 different texts with the same padding; got {len(rows)} "
-                "copies "
-                f"of one text, the first is row {rows[0]}"
-            )
+            raise EditError(padding_messages.no_donor(rows[0], n_copies=len(rows)))
         order = [rows[n] for n in torch.randperm(len(rows), generator=draw).tolist()]
         # Arrange the rows in a random circle. The donor of a row is the previous row, skipping
         # copies of its text.

@@ -14,6 +14,7 @@ from hooks.base import (
     Selection,
     at_least_float32,
     explains_calls,
+    padding_messages,
     require_integer,
     require_kind,
     shown,
@@ -368,9 +369,7 @@ def _source_values(region: Tensor, value: Tensor, place: Region) -> Tensor:
 def _mean_of_real(value: Tensor, mask: Tensor, dims: list[int], place: Region) -> Tensor:
     """Return the mean over some axes, ignoring padding, whose values may be anything."""
     if not mask.any(dims).all():
-        raise EditError(
-            f"attention_mask must leave columns to average at {place.point}; got only padding"
-        )
+        raise EditError(padding_messages.no_real_token(f"the mean at {place.point}"))
     mask = to_device(mask, value.device).expand_as(value)
     total = value.where(mask, 0.0).sum(dims, keepdim=True)
     return total / mask.sum(dims, keepdim=True)
@@ -387,13 +386,19 @@ def _real_columns(mask: Tensor, averaged_axes: Axes, value: Tensor, place: Regio
     """
     axes = tuple(axis for axis in place.axes if axis in ("batch", "pos", "query"))
     if len(axes) < 2:
-        raise EditError(f"attention_mask needs the axes batch and pos; got {place.point}")
+        raise EditError(padding_messages.mask_axes(place.point))
     source = SourceValue(mask, axes, whole=averaged_axes, what="attention_mask")
     mask_here = place.source_values(source, mask.device)
     dims = [place.axes.index(axis) for axis in axes]
     value_sizes = [value.shape[dim] for dim in dims]
     mask_sizes = [mask_here.shape[dim] for dim in dims]
     if value_sizes != mask_sizes:
-        rule = f"attention_mask must fit the reference, {value_sizes} along {' and '.join(axes)}"
-        raise EditError(f"{rule} at {place.point}; got {mask_sizes}")
+        raise EditError(
+            padding_messages.mask_shape(
+                f"attention_mask of the reference at {place.point}",
+                needed=value_sizes,
+                given=mask_sizes,
+                axes=f"[{', '.join(axes)}]",
+            )
+        )
     return mask_here

@@ -5,7 +5,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from hooks import EditError
-from hooks.base import POSITION_AXES, FakeTensor, piece_read
+from hooks.base import POSITION_AXES, FakeTensor, padding_messages, piece_read
 from interp.edits.places import Region, Where
 from interp.edits.sources import ValueSource
 
@@ -80,12 +80,16 @@ def _require_real(run_mask: Tensor, source_mask: Tensor, place: Region, dim: int
         remedy = (
             "source_pos=-1 copies the last real token"
             if axis in POSITION_AXES
-            else f"use {axis}= to select keys that are real in both texts"
+            else _shared_keys(axis)
         )
-        raise EditError(
-            f"the source at {place.point} must be a real token at {axis} "
-            f"{_first(copied, rows.start, columns.start)}; got padding ({remedy})"
-        )
+        where = f"{axis} {_first(copied, rows.start, columns.start)}"
+        what = f"the source at {place.point}"
+        raise EditError(padding_messages.padding_selected(what, where, remedy))
+
+
+def _shared_keys(axis: str) -> str:
+    """Return the advice for a source with padding at other keys."""
+    return f"use {axis}= to select keys that are real in both texts"
 
 
 def _require_same(run_mask: Tensor, source_mask: Tensor, place: Region) -> None:
@@ -105,9 +109,11 @@ def _require_same(run_mask: Tensor, source_mask: Tensor, place: Region) -> None:
     different = run_mask != source_mask
     if different.any():
         raise EditError(
-            f"resample at {place.point} must have a source with the padding of the edited texts, "
-            "because "
-            f"positions count from the end; got different padding at column {_first(different)}"
+            padding_messages.different_padding(
+                f"the source of resample at {place.point} and the edited texts",
+                given=f"different padding at column {_first(different)}",
+                reason="because positions count from the end",
+            )
         )
 
 
@@ -132,10 +138,12 @@ def _require_same_keys(
     elif axis in where and not where[axis].counts_back:
         return
     if different[rows].any():
+        first = f"{axis} {_first(different[rows], rows.start)}"
         raise EditError(
-            f"the source at {place.point} must have the keys of the edited texts; got different "
-            f"padding at {axis} {_first(different[rows], rows.start)} (use {axis}= to select keys "
-            "that are real in both texts)"
+            padding_messages.different_padding(
+                f"the source at {place.point} and the edited texts",
+                given=f"different padding at {first} ({_shared_keys(axis)})",
+            )
         )
 
 

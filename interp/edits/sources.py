@@ -27,6 +27,7 @@ from hooks.base import (
     Rows,
     Selection,
     is_rounding,
+    padding_messages,
     piece_read,
     real_columns,
     shown,
@@ -301,12 +302,9 @@ class ValueSource:
         if not isinstance(self.values, ActivationCache):
             counts_back = self.columns is not None and self.columns.counts_back
             if counts_back and piece_read().columns is not None:
-                raise EditError(
-                    "source_pos must not count from the end of a tensor in a run with padding, "
-                    "because the "
-                    f"padding of the tensor is unknown; got {self.columns!r} at {point} (pass a "
-                    "cache instead)"
-                )
+                what = f"source_pos={self.columns!r} at {point}, counted from the end of texts,"
+                given = "a tensor without a mask (pass a cache instead)"
+                raise EditError(padding_messages.mask_unknown(what, given))
             return None
         mask = self.mask(point.name)
         fits = mask is not None and mask.shape[1] == n_pos and len(mask) in (1, batch)

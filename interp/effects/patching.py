@@ -8,7 +8,13 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from hooks import Hooks
-from hooks.base import Texts, shown, shows_progress, without_gradients
+from hooks.base import (
+    Texts,
+    padding_messages,
+    shown,
+    shows_progress,
+    without_gradients,
+)
 from interp import edits
 from interp.edits import Edit
 from interp.measuring import Metric
@@ -183,9 +189,7 @@ def sweep(
     if not isinstance(texts, Pairs):
         texts = Pairs(texts, attention_mask=attention_mask)
     elif attention_mask is not None:
-        raise ValueError(
-            "attention_mask must be left out for pairs, which contain their own mask; got a mask"
-        )
+        raise ValueError(padding_messages.second_mask("pairs, which contain their own mask"))
     _check_edits(edits)
     pairs = texts if metric is None else texts.measured_by(metric)
     runs = Runs(model, pairs, direction=None)

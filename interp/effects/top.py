@@ -7,7 +7,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner
-from hooks.base import at_least_float32, require_integer, shows_progress, to_device
+from hooks.base import (
+    at_least_float32,
+    padding_messages,
+    require_integer,
+    shows_progress,
+    to_device,
+)
 from hooks.shared import names_by_layer
 from interp.numbers.ranks import largest_rows
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
@@ -72,7 +78,7 @@ def top_attributions(
     titles = _titles(runs.runner, directions)
     names = [*titles]
     if not runs.text.is_aligned_with(runs.other):
-        raise ValueError("both texts must have the same columns and padding; got different ones")
+        raise ValueError(padding_messages.different_padding("both texts", "different ones"))
     cache = runs.source(names)
     units = {name: _units(vectors, cache, name) for name, vectors in (directions or {}).items()}
     run = Gradients(runs.runner, runs.text, metric=runs.metric, names=names)

@@ -23,7 +23,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from hooks import position_offset
-from hooks.base import piece_read, shown, to_device
+from hooks.base import (
+    padding_messages,
+    piece_read,
+    shown,
+    to_device,
+)
 from interp.features.activations import Features
 from interp.features.dictionary import Dictionary
 
@@ -271,10 +276,8 @@ class TemporalDictionary(Dictionary):
         if piece.real is None:
             return None
         if piece.real.shape != x.shape[:2]:
-            raise ValueError(
-                f"the mask of a temporal dictionary must have the shape {[*x.shape[:2]]} of its "
-                f"texts; got {[*piece.real.shape]}"
-            )
+            name = "the mask of a temporal dictionary's texts"
+            raise ValueError(padding_messages.mask_shape(name, x.shape[:2], piece.real.shape))
         return to_device(piece.real.bool(), x.device)
 
 

@@ -19,6 +19,7 @@ from hooks.base import (
     HintsAtNames,
     config_hash,
     is_rounding,
+    padding_messages,
     real_of,
     require_kind,
     unknown_name,
@@ -360,14 +361,10 @@ class Graph(HintsAtNames):
         shape = contributions.shape[1:3]
         is_real = real_of(mask_of(cache, shape), shape).to(contributions.device)
         if (is_real[:, 1:] & ~is_real[:, :-1]).any():
-            raise ValueError(
-                "a mean at each position needs texts padded on the right; got padding before a "
-                "token"
-            )
+            because = "a mean at each position needs all first tokens in one column"
+            raise ValueError(padding_messages.wrong_side("left", because))
         if not is_real.any(0).all():
-            raise ValueError(
-                "a mean at each position needs a real token in each column; got a column of padding"
-            )
+            raise ValueError(padding_messages.no_real_token("a mean at each position", "a column"))
         weights = is_real.to(contributions.dtype) / is_real.sum(0)
         return torch.einsum("wbpd,bp->wpd", contributions, weights)[:, None]
 

@@ -7,7 +7,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import ActivationCache, CacheError
-from hooks.base import Text, text_of_inputs, to_device
+from hooks.base import (
+    Text,
+    padding_messages,
+    text_of_inputs,
+    to_device,
+)
 
 
 def text_of(cache: ActivationCache) -> Text | None:
@@ -75,9 +80,9 @@ def mask_of(cache: ActivationCache, shape: Sequence[int]) -> Tensor | None:
         return mask
     if bool(mask.all()):
         return None
+    remedy = "read the whole cache, or attach the model before the run"
     raise CacheError(
-        f"the cache must have a mask of the shape of its values, [batch, pos] {[*shape]}; got "
-        f"{[*mask.shape]}: read the whole cache, or attach the model before the run"
+        padding_messages.mask_shape("the mask of the cache", shape, mask.shape, remedy=remedy)
     )
 
 

@@ -13,6 +13,7 @@ from hooks.base import (
     each_text,
     is_batch,
     number_of_texts,
+    padding_messages,
     progress_bar,
     require_integer,
 )
@@ -38,9 +39,7 @@ def text_for(model: nn.Module, texts: Texts, attention_mask: Tensor | None = Non
     if is_batch(texts):
         return Text(texts, attention_mask)
     if attention_mask is not None:
-        raise ValueError(
-            "attention_mask must be None unless texts are a tensor [batch, pos]; got a mask"
-        )
+        raise ValueError(padding_messages.second_mask(f"a {type(texts).__name__}"))
     if (to_tokens := getattr(of(model), "to_tokens", None)) is None:
         raise TypeError(
             f"texts must be a tensor [batch, pos], because a {type(model).__name__} has no "

@@ -20,6 +20,7 @@ from hooks.base import (
     explains_calls,
     hides_others,
     is_batch,
+    padding_messages,
     refuse,
     require_choice,
     require_rows,
@@ -688,7 +689,7 @@ def _with_mask(text: Any, attention_mask: Tensor | None, clean: Texts) -> Any:
         return text
     if not isinstance(text, Text) or text.attention_mask is not None:
         got = "texts with a mask" if isinstance(text, Text) else f"a {type(clean).__name__}"
-        raise ValueError(f"attention_mask needs texts that are tensors without a mask; got {got}")
+        raise ValueError(padding_messages.second_mask(got))
     return replace(text, attention_mask=attention_mask)
 
 

@@ -8,7 +8,15 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
-from hooks.base import Index, Selection, Text, real_columns, real_of, shown
+from hooks.base import (
+    Index,
+    Selection,
+    Text,
+    padding_messages,
+    real_columns,
+    real_of,
+    shown,
+)
 from interp.inputs.token_positions import short
 from interp.pairs.answers import Continuations
 from interp.protocol import of
@@ -168,10 +176,15 @@ def _require_same_texts(texts: list[Text], masks: list[Tensor], has_spans: bool)
         )
     is_same = masks[0] is masks[-1] or has_spans or torch.equal(masks[0].cpu(), masks[-1].cpu())
     if not is_same:
-        shapes = " and ".join(str([*text.tokens.shape]) for text in texts)
+        shapes = [[*text.tokens.shape] for text in texts]
+        is_one_shape = shapes[0] == shapes[-1]
+        given = "different padding" if is_one_shape else " and ".join(map(str, shapes))
         raise ValueError(
-            "clean and corrupted tokens must have the same shape and padding, unless spans define "
-            f"which positions correspond; got {shapes}"
+            padding_messages.different_padding(
+                "clean and corrupted tokens",
+                given=given,
+                reason="unless spans define which positions correspond",
+            )
         )
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from hooks import ActivationCache
 from hooks.base import (
     all_to_device,
+    padding_messages,
     progress_of,
     require_kind,
     shown,
@@ -198,10 +199,8 @@ class MaskedRuns:
             )
         is_real = self._text.real
         if len(outputs[0]) < size and (is_real[:, 1:] & ~is_real[:, :-1]).any():
-            raise ValueError(
-                "one source for all examples needs texts padded on the right; got padding before "
-                "a token"
-            )
+            because = "one source for all examples needs all first tokens in one column"
+            raise ValueError(padding_messages.wrong_side("left", because))
         return outputs
 
     def _require_named_source(self, source: str) -> None:

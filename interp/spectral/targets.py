@@ -10,7 +10,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, UnknownNameError
-from hooks.base import require_kind, require_room, to_device, wide_dtype, without_gradients
+from hooks.base import (
+    padding_messages,
+    require_kind,
+    require_room,
+    to_device,
+    wide_dtype,
+    without_gradients,
+)
 from interp.inputs.cached import mask_of, nan_at_padding
 from interp.json_form import Table, form
 from interp.kinds import require_cache, require_made
@@ -278,7 +285,7 @@ def residual_stream(
     dtype = wide_dtype(stream.dtype)
     mask = mask_of(cache, windows.shape)
     if mask is not None and bool((windows & ~to_device(mask, windows.device)).any()):
-        raise ValueError("windows must contain real tokens only; got padding")
+        raise ValueError(padding_messages.padding_selected("each place of windows"))
     norms = nan_at_padding(torch.linalg.vector_norm(stream, dim=-1, dtype=dtype), mask)
     vectors = stream[:, to_device(windows, stream.device)]
     return ResidualStream(

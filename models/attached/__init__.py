@@ -3,8 +3,8 @@
 Read `attaching` first, because it contains the algorithm. Then read its steps in order: `settings`,
 `original`, `probe`, `stacks`, `layout` with `parts` and `experts` (or `streams`, for blocks with
 several vectors of each token), `points` with `wires` and `attention`, and `checks`. A run of the
-attached model goes through `forward` and `context`. Analyses use the object from `attached`, or its
-`view` as blocks with weights.
+attached model goes through `forward` (with `padded_positions`), `context` and `pattern` (padding in
+attention patterns). Analyses use the object from `attached`, or its `view` as blocks with weights.
 """
 
 from models.attached.attached import Attached, detach

@@ -25,7 +25,7 @@ from hooks.base import (
 )
 from hooks.shared import Session, Wire, hooks_disabled, inside, is_listened_to
 from models.attached.context import CACHES, AttachedContext, repeatable_context
-from models.attached.forward import Forward, PaddedPositions
+from models.attached.forward import Forward
 from models.attached.original import (
     HOOKED,
     KernelName,
@@ -41,9 +41,10 @@ from models.attached.original import (
     tokens_for,
     uncached,
 )
+from models.attached.padded_positions import PaddedPositions
 from models.attached.points import TOP, Blocks
 from models.attached.settings import AttachSettings
-from models.attached.stacks import Stack, Tower, absent_parts, unembed_of
+from models.attached.stacks import Stack, Tower
 from models.attached.view import PlainView
 from models.attached.wires import restore_methods
 from models.attached.writing import continuations
@@ -147,7 +148,7 @@ class Attached(ReadsText):
         If the first stack reads no tokens, or belongs to an encoder or a decoder, no blocks are
         stored.
         """
-        self.left_out |= absent_parts(self.model, stacks)
+        self.left_out |= _absent_parts(self.model, stacks)
         text = stacks[0]
         if text.texts is not None:
             self._read_text_through(text)
@@ -165,9 +166,9 @@ class Attached(ReadsText):
         if stack.stream_axis is not None:
             self.n_streams = chain[0].inputs[0].shape[2]
             self._has_streams_first = stack.stream_axis == 0
-        elif (unembed := unembed_of(self.model, probe, chain[-1])) is not None:
-            self.unembed = unembed
-            logit_cap = unembed.cap
+        elif stack.unembedding is not None:
+            self.unembed = stack.unembedding
+            logit_cap = stack.unembedding.cap
         d_model = chain[0].inputs[0].shape[-1]
         self.config = sizes_of(
             self.model,
@@ -526,6 +527,16 @@ def _moved(value: Any, device: torch.device) -> Any:
 def _stop(args: Any, kwargs: Any) -> None:
     """Raise an exception that carries the first argument of a block: its stream."""
     raise _Reached(next(iter((*args, *kwargs.values()))))
+
+
+def _absent_parts(model: nn.Module, stacks: Sequence[Stack]) -> dict[str, str]:
+    """Return the reasons why an encoder, a decoder or both are not among the stacks, by name.
+
+    The result is empty for a model that does not have both an encoder and a decoder.
+    """
+    expected = {"encoder", "decoder"} if is_encoder_decoder(model) else set[str]()
+    absent = expected - {stack.name for stack in stacks}
+    return dict.fromkeys(absent, "its blocks do not each read the output of the block before")
 
 
 def _own_configs(model: nn.Module, named: type[str]) -> dict[nn.Module, tuple[Any, Any]]:

@@ -15,11 +15,11 @@ from torch import nn
 
 from hooks.base import explains_calls
 from models.attached.attached import Attached
-from models.attached.attention import register
+from models.attached.attention import hooked_attention
 from models.attached.checks import check_points
 from models.attached.layout import Roles
-from models.attached.original import examples_of, reading
-from models.attached.points import place_points, points_of
+from models.attached.original import examples_of, reading, register
+from models.attached.points import place_points
 from models.attached.probe import recorded
 from models.attached.settings import AttachSettings, earlier_attachment, make_room
 from models.attached.stacks import find_stacks
@@ -111,7 +111,7 @@ def attach(
         return earlier
     make_room(model, earlier)
     examples = examples_of(model, example)
-    register(model)
+    register(model, hooked_attention)
     attached = Attached(model)
     try:
         # Dropout would make the runs differ, and points would fail their checks.
@@ -127,8 +127,6 @@ def attach(
     except BaseException:
         attached.remove()
         raise
-    for module in points_of(model):
-        module.train(model.training)
     attached.tokenizer = reader
     settings.note(model)
     attached.settings = settings

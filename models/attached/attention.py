@@ -15,19 +15,18 @@
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from hooks import FusedUnlessHooked, HookError, HookPoint, HookPoints
-from hooks.base import at_least_float32, carried, is_same, library, tensors_in, wide_dtype
+from hooks.base import at_least_float32, carried, is_same, tensors_in
 from hooks.shared import is_listened_to
 from models.attached.context import (
     AttachedPast,
@@ -36,40 +35,17 @@ from models.attached.context import (
     first_new,
     forget_further_keys,
     n_further_keys,
-    number_of,
     passed,
     past_of,
     take_cache,
 )
-from models.attached.original import HOOKED, Kernel, configs_of, kernel_name, kernel_of
+from models.attached.original import Kernel, kernel_name, kernel_of
+from models.attached.pattern import KernelOptions, pattern_of, queries_without_keys
 from models.attached.probe import ATTENTION, FUSED, ProbeRun, kind_of
 from models.attached.wires import Replaced, fire, rows_of
 from models.dot_product import require_room_for_scores
 
 Heads = Float[Tensor, "batch head query d_head"]
-
-
-def register(model: nn.Module) -> None:
-    """Register `hooked_attention` in `transformers`, under a name for each kernel of a model.
-
-    A model without a config of `transformers` needs no registration.
-
-    Raises:
-        ImportError: if `transformers` is missing, or older than 5.6.
-    """
-    kernels = {kernel_name(config) for config in configs_of(model).values()}
-    if not kernels:
-        return
-    transformers = library("transformers")
-    version = transformers.__version__
-    if tuple(map(int, version.split(".")[:2])) < (5, 6):
-        raise ImportError(f"attach needs transformers 5.6 or later; got {version}")
-    masks = library("transformers.masking_utils")
-    for name in kernels:
-        transformers.AttentionInterface.register(HOOKED + name, hooked_attention)
-        if name in masks.ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
-            mask = masks.ALL_MASK_ATTENTION_FUNCTIONS[name]
-            masks.ALL_MASK_ATTENTION_FUNCTIONS.register(HOOKED + name, mask)
 
 
 def hooked_attention(
@@ -87,36 +63,6 @@ def hooked_attention(
     if points is None:
         return kernel_of(module)(module, query, key, value, attention_mask, **kwargs)
     return points.attend(module, query, key, value, attention_mask, **kwargs)
-
-
-@dataclass(frozen=True)
-class KernelOptions:
-    """The arguments of an attention function of `transformers` that change its numbers.
-
-    Attributes:
-        is_causal: whether queries see no later keys if there is no mask.
-        scaling: the factor of q·k. Default: one over the square root of d_head.
-        dropout: the dropout probability of the pattern in training.
-        softcap: the bound of the scores; None without a bound.
-        s_aux: the score of the sink of each head, [head]; None without sinks (gpt-oss).
-        position_bias: a bias that is added to the scores; None without a bias.
-    """
-
-    is_causal: bool
-    scaling: float | None = None
-    dropout: float = 0.0
-    softcap: float | None = None
-    s_aux: Tensor | None = None
-    position_bias: Tensor | None = None
-
-    @classmethod
-    def of(cls, module: nn.Module, kwargs: Mapping[str, Any]) -> "KernelOptions":
-        """Return the options among the arguments of a module's attention function."""
-        names = ("scaling", "dropout", "softcap", "s_aux", "position_bias")
-        known = {name: kwargs[name] for name in names if name in kwargs}
-        is_causal = kwargs.get("is_causal")
-        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        return cls(is_causal, **known)
 
 
 class AttentionPoints(HookPoints):
@@ -157,6 +103,11 @@ class AttentionPoints(HookPoints):
             )
         self.z = HookPoint("batch pos head d_head", "pattern·v, before the output projection")
 
+    @property
+    def layer(self) -> Any:
+        """The index of the layer of a cache that belongs to the module, or None."""
+        return getattr(self.module, "layer_idx", getattr(self.module, "layer_id", None))
+
     def plain(self, argument: Any) -> Any:
         """Return a copy of this layer's keys and values in a cache, for a later run of the module.
 
@@ -165,7 +116,7 @@ class AttentionPoints(HookPoints):
         Args:
             argument: the cache that the module got.
         """
-        return past_of(argument, number_of(self.module))
+        return past_of(argument, self.layer)
 
     def attend(
         self, module: nn.Module, query: Heads, key: Keys, value: Keys, mask: Any, **kwargs: Any
@@ -224,9 +175,8 @@ class AttentionPoints(HookPoints):
             n_pos: the number of new positions.
         """
         cache = take_cache()
-        layer = number_of(self.module)
-        layer_cache = None if isinstance(cache, AttachedPast) else cached_layer(cache, layer)
-        start = first_new(key, n_pos, cache=cache, layer=layer) - n_further_keys()
+        layer_cache = None if isinstance(cache, AttachedPast) else cached_layer(cache, self.layer)
+        start = first_new(key, n_pos, cache=cache, layer=self.layer) - n_further_keys()
         return cache, layer_cache, range(start, start + n_pos)
 
     def _fused(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
@@ -249,17 +199,9 @@ class AttentionPoints(HookPoints):
         scaling = query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
         computed = torch.matmul(query, key.transpose(2, 3)) * scaling
         scores = _fire_own(self.scores, computed)
-        is_edited = scores is not computed
-        masked = _masked_scores(scores, mask, options=options, is_edited=is_edited)
-        without_keys = queries_without_keys(scores, masked) if is_edited else None
-        if without_keys is not None:
-            masked = masked.masked_fill(without_keys, 0)
-        if options.s_aux is None:
-            pattern = F.softmax(masked, -1, dtype=wide_dtype(masked.dtype)).to(query.dtype)
-        else:
-            pattern = _softmax_with_sink(masked, options.s_aux)
-        if without_keys is not None:
-            pattern = pattern.masked_fill(without_keys, 0)
+        pattern = pattern_of(
+            scores, mask, options=options, dtype=query.dtype, is_edited=scores is not computed
+        )
         pattern = _fire_own(self.pattern, pattern)
         weights = F.dropout(pattern, options.dropout, module.training).to(value.dtype)
         return torch.matmul(weights, value).transpose(1, 2).contiguous(), pattern
@@ -278,24 +220,6 @@ class CrossPoints(AttentionPoints):
         """Return no cache, because all keys are present in each call."""
         take_cache()
         return None, None, range(key.shape[2])
-
-
-def queries_without_keys(
-    scores: Float[Tensor, "batch head query key"], masked: Float[Tensor, "batch head query key"]
-) -> Bool[Tensor, "batch head query 1"]:
-    """Return the queries for which edits of the scores left no visible key.
-
-    For these queries, softmax would return NaN. Or, because the kernels mask with the lowest finite
-    number, the queries would attend to masked keys. Instead, the pattern of these queries is 0, as
-    in a plain transformer.
-
-    Args:
-        scores: edited scores. Edits set keys to -inf, as `edits.knockout` does.
-        masked: the same scores after the mask.
-    """
-    lowest = torch.finfo(masked.dtype).min / 2
-    has_lost_keys = torch.isneginf(scores).any(-1, keepdim=True)
-    return has_lost_keys & (masked.amax(-1, keepdim=True) <= lowest)
 
 
 def _fire_own(point: HookPoint, value: Float[Tensor, "batch head query key"]) -> Tensor:
@@ -338,56 +262,6 @@ def further_keys(module: nn.Module, probe: ProbeRun) -> nn.Module | None:
 def _repeated(part: Tensor, groups: int) -> Tensor:
     """Return keys or values with each head repeated for each of its `groups` query heads."""
     return part if groups == 1 else part.repeat_interleave(groups, 1)
-
-
-def _causal(scores: Tensor) -> Tensor:
-    """Return the causal mask of scores, [query, key]; True at visible keys."""
-    # Without a mask, queries and keys begin at the same position. Any further keys are free places
-    # of a static cache.
-    return torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-
-
-def _masked_scores(
-    scores: Float[Tensor, "batch head query key"],
-    mask: Any,
-    options: KernelOptions,
-    is_edited: bool,
-) -> Float[Tensor, "batch head query key"]:
-    """Return the scores with the cap, the bias and the mask.
-
-    Args:
-        scores: the scores, which hooks may have edited.
-        mask: the mask that the module computed, or None.
-        options: the cap and the bias.
-        is_edited: whether a hook has edited the scores.
-    """
-    softcap = options.softcap
-    bias = options.position_bias
-    masked = scores if softcap is None else torch.tanh(scores / softcap) * softcap
-    if is_edited:
-        # The cap makes a score of -inf finite, so set the keys that an edit removed to -inf again.
-        masked = masked.masked_fill(torch.isneginf(scores), -torch.inf)
-    if mask is None and options.is_causal and scores.shape[-2] > 1:
-        mask = _causal(masked)
-    masked = masked if bias is None else masked + bias
-    if mask is None:
-        return masked
-    if mask.dtype == torch.bool:
-        # A query without visible keys gets a uniform pattern, as in the eager kernels.
-        return masked.masked_fill(~mask, torch.finfo(masked.dtype).min)
-    return masked + mask
-
-
-def _softmax_with_sink(scores: Tensor, sink: Tensor) -> Tensor:
-    """Return the weights of the keys in a model whose heads have sinks (gpt-oss).
-
-    The sink of a head gets a part of each query's attention, so the weights of the keys sum to less
-    than 1.
-    """
-    sink = sink.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1).to(scores.dtype)
-    joined = torch.cat([scores, sink], -1)
-    joined = joined - joined.amax(-1, keepdim=True)
-    return F.softmax(joined, -1, dtype=joined.dtype)[..., :-1]
 
 
 FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
@@ -511,11 +385,10 @@ class _Passing(TorchFunctionMode):
             raise _changed(points)
         *added, query, key = _operands(args, kwargs)
         self._cache = take_cache()
-        self._number = number_of(points.module)
         if isinstance(points, CrossPoints):
             self._cache = None
             self._new = range(key.shape[-1])
-        self._layer_cache = cached_layer(self._cache, self._number)
+        self._layer_cache = cached_layer(self._cache, points.layer)
         query = self._by_position(points.q, query)
         key = self._passed(points.k, "keys", key.mT).mT
         product = func(*added, query, key, **kwargs)
@@ -604,7 +477,7 @@ class _Passing(TorchFunctionMode):
         # The keys pass first, so their call finds the range of the new positions. `first_new`
         # compares an operand with the cached keys, so it cannot find the range from the values.
         if self._new is None:
-            start = first_new(keys, self._n_pos, cache=self._cache, layer=self._number)
+            start = first_new(keys, self._n_pos, cache=self._cache, layer=self.points.layer)
             self._new = range(start, start + self._n_pos)
         after = passed(
             point,

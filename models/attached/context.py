@@ -146,11 +146,6 @@ def keeps_only_keys(layer: Any) -> bool:
     return type(layer).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer")
 
 
-def number_of(attention: nn.Module) -> Any:
-    """Return the index of an attention module's layer in a cache, or None."""
-    return getattr(attention, "layer_idx", getattr(attention, "layer_id", None))
-
-
 def cached_layer(cache: Any, layer: Any) -> Any:
     """Return the part of a cache for one layer, or None."""
     layers = getattr(own_cache(cache), "layers", ())

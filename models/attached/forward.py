@@ -1,4 +1,4 @@
-"""The forward of an attached model: finds the positions and the padding that a run reads.
+"""The forward of an attached model: records the texts of a run, and the column where it starts.
 
 A text may be read in several runs: each run reads a piece, for example one new token, and gets the
 cache or the state of the run before among its arguments. Edits count positions from the start of
@@ -11,41 +11,27 @@ exists:
    state of a model without keys.
 
 Virtual tokens, which an adapter adds before every text (prefix tuning), do not count.
-`PaddedPositions` tests in runs of a few tokens how the model counts positions next to padding. It
-raises an error for padding that changes the output of a text.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from hooks import HookError, start_of_piece
 from hooks.base import (
-    HALF,
-    FakeTensor,
     Piece,
     Scoped,
     Words,
-    agree,
     forwards_in,
-    is_close,
-    is_fully_sharded,
-    is_same,
-    logits_rounding,
     memory_of,
     reading,
     tensors_in,
-    without_gradients,
 )
-from hooks.shared import hooks_disabled
-from models.attached.original import HOOKED, is_encoder_decoder, logits_of, table_of, tokens_for
+from models.attached.original import HOOKED
 from models.attached.wires import Output, Replaced, texts_read
-from models.mode import mode
 
 NEW_CACHE, OLD_CACHES = "cache", ("past_key_values", "cache_params")
 """The names of the cache argument: since `transformers` 5.24, and before.
@@ -333,192 +319,3 @@ def _is_fresh(state: Any) -> bool:
         if any(has_state.values()) if isinstance(has_state, dict) else has_state:
             return False
     return bool(layers)
-
-
-# Whether the current run tests how the model counts positions.
-_alone = Scoped("alone", False)
-
-
-class PaddedPositions:
-    """The positions that a model needs if texts are padded.
-
-    Args:
-        attached: the model's parts.
-        takes_positions: whether the model has an argument for positions.
-    """
-
-    def __init__(self, attached: Any, takes_positions: bool) -> None:
-        self._attached = attached
-        self._takes_positions = takes_positions
-        self._reads_padding: dict[tuple[str, bool], bool] = {}
-
-    def of(self, mask: Shaped[Tensor, "batch pos"], copies_text: bool = False) -> dict[str, Tensor]:
-        """Return the argument `position_ids` for padded texts; empty if the model does not need it.
-
-        The positions count only columns without padding. They are needed if some padding comes
-        before a token, and the model accepts positions.
-
-        Args:
-            mask: True at real tokens.
-            copies_text: whether the decoder gets no text in the run. Some models then copy the text
-                of their encoder to the decoder. Default: False.
-
-        Raises:
-            ValueError: if the model accepts no positions and counts padding, or if padding changes
-                its output.
-        """
-        if _alone.get() or mask.is_meta or isinstance(mask, FakeTensor):
-            return {}
-        real = mask.bool()
-        is_start = real[:, 1:] & ~real[:, :-1]
-        is_end = real[:, :-1] & ~real[:, 1:]
-        # Compute both together, so that an accelerator is synchronized only once.
-        has_left, has_right = torch.stack([is_start.any(), is_end.any()]).tolist()
-        if has_left:
-            self._require_unread("left", copies_text)
-        if has_right:
-            self._require_unread("right", copies_text)
-        if not has_left or not self._attached.has("run_block"):
-            return {}
-        if (first := self._first_position) is not None:
-            return {"position_ids": self._counted(mask, first)}
-        if self._counts_padding:
-            raise ValueError(
-                f"texts must be padded on the right for a {type(self._attached.model).__name__}, "
-                "which accepts no positions and counts padding; got padding before a token"
-            )
-        return {}
-
-    def _require_unread(self, side: str, copies_text: bool) -> None:
-        """Require that padding on a side does not change the output of a text.
-
-        It changes the output of some models. A classifier may read the first column, a convolution
-        reads past the end of a text, and a decoder that copies the text of its encoder also copies
-        the padding.
-
-        Raises:
-            ValueError: if padding changes the output. The error states which texts the model can
-                read.
-        """
-        if not self._is_read(side, copies_text):
-            return
-        model = self._attached.model
-        other_side = "left" if side == "right" else "right"
-        if copies_text and not self._is_read(side, copies_text=False):
-            raise ValueError(
-                f"a padded {type(model).__name__} must be given decoder_input_ids, because without "
-                f"them its decoder reads input_ids with the padding; got padding on the {side}"
-            )
-        if not self._is_read(other_side, copies_text):
-            rule = f"must be padded on the {other_side}"
-        elif getattr(model.config, "pad_token_id", None) is None:
-            rule = "must have one length, or the model a config.pad_token_id"
-        else:
-            rule = "must have one length"
-        raise ValueError(
-            f"texts {rule}, because padding on the {side} changes the output of a "
-            f"{type(model).__name__}; got padding there"
-        )
-
-    def _is_read(self, side: str, copies_text: bool) -> bool:
-        """Return the result of `_changes_output`, which runs once for each pair of arguments."""
-        question = (side, copies_text)
-        if question not in self._reads_padding:
-            self._reads_padding[question] = self._changes_output(*question)
-        return self._reads_padding[question]
-
-    @without_gradients
-    def _changes_output(self, side: str, copies_text: bool) -> bool:
-        """Return whether one column of padding on a side changes the output of a text."""
-        attached = self._attached
-        model = attached.model
-        if any(map(is_fully_sharded, model.modules())):
-            # The run needs all processes. A process without padding would not take part in it, and
-            # the others would wait.
-            return False
-        if table_of(model) is None:
-            # The model reads no tokens.
-            return False
-        pad = attached.pad_token
-        tokens = tokens_for(model)[:1]
-        # A classifier may find the end of a text by the first padding token.
-        tokens = tokens[:, tokens[0] != pad]
-        n_pos = tokens.shape[1]
-        padding = tokens.new_full((1, 1), pad)
-        columns = [padding, tokens] if side == "left" else [tokens, padding]
-        padded = torch.cat(columns, 1)
-        mask = torch.ones_like(padded)
-        mask[:, 0 if side == "left" else -1] = 0
-        more: dict[str, Tensor] = {}
-        if is_encoder_decoder(model) and not copies_text:
-            more["decoder_input_ids"] = tokens[:, :3]
-        try:
-            alone = self._logits_alone(tokens, **more)
-            if side == "left" and attached.has("run_block") and self._first_position is not None:
-                more["position_ids"] = self._counted(mask, self._first_position)
-            beside = self._logits_alone(padded, attention_mask=mask, **more)
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-            # The model needs more arguments than these tokens. If the decoder copies a text with
-            # padding on the left, its output depends on the padding without a test.
-            return copies_text and side == "left"
-        if beside.shape[1:2] == (n_pos + 1,) and alone.shape[1:2] == (n_pos,):
-            beside = beside[:, 1:] if side == "left" else beside[:, :-1]
-        tolerance = logits_rounding(alone.dtype)
-        return beside.shape == alone.shape and not agree(beside, alone, tolerance)
-
-    def _counted(self, mask: Tensor, first: int) -> Tensor:
-        """Return the positions of real tokens, counted from `first`."""
-        return (mask.long().cumsum(1) - 1).clamp(min=0) + first
-
-    @cached_property
-    def _first_position(self) -> int | None:
-        """The position that the model gives to the first token in a run without positions.
-
-        Later positions count up from it. The position is 0, or the id of the padding token plus 1
-        (2 if there is no such id), as in RoBERTa. Both are tried, and the first that gives the
-        logits of a run without positions is returned. The value is None if the model accepts no
-        positions, or if neither gives these logits.
-        """
-        if not self._takes_positions:
-            return None
-        model = self._attached.model
-        tokens = tokens_for(model)
-        pad = getattr(model.config, "pad_token_id", None)
-        columns = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        alone = self._logits_alone(tokens)
-        for first in (0, pad + 1 if isinstance(pad, int) else 2):
-            shifted = self._logits_alone(tokens, position_ids=columns + first)
-            # In half precision, other positions may give almost the same logits. The right
-            # positions give the same bits, because the model does the same arithmetic on the same
-            # shapes.
-            if is_same(shifted, alone) or (alone.dtype not in HALF and agree(shifted, alone, 1e-3)):
-                return first
-        return None
-
-    @cached_property
-    @without_gradients
-    def _counts_padding(self) -> bool:
-        """True if a column of padding before a text changes its logits."""
-        attached = self._attached
-        tokens = tokens_for(attached.model)
-        mask = torch.ones_like(tokens).index_fill(1, tokens.new_zeros(1), 0)
-        with mode(attached.model, training=False), _alone.set(True):
-            with_mask = attached.context(tokens, attention_mask=mask, **attached.uncached)
-            late, stream = (
-                hooks_disabled(attached.input_resid, part, context)
-                for part, context in ((tokens, with_mask), (tokens[:, 1:], None))
-            )
-        # Compare the streams, because half precision may hide the vectors of positions in the
-        # logits. A linear map of the embeddings rounds differently with fewer rows, so the
-        # comparison has a tolerance.
-        is_equal = is_close if stream.dtype in HALF else agree
-        if not is_equal(late[:, 1:], stream):
-            return True
-        padded = self._logits_alone(tokens, attention_mask=mask)[:, 1:]
-        return not agree(padded, self._logits_alone(tokens[:, 1:]), 1e-3)
-
-    @without_gradients
-    def _logits_alone(self, tokens: Tensor, **arguments: Any) -> Tensor:
-        """Return the logits of a run without hooks, and without positions added by this class."""
-        with mode(self._attached.model, training=False), _alone.set(True):
-            return logits_of(hooks_disabled(self._attached.run_base, tokens, **arguments))

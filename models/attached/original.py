@@ -2,7 +2,7 @@
 
 1. The config of a module names its kernel: the attention function of `transformers` that the module
    calls (`kernel_of`). While the model is attached, a copy of the config asks for attention with
-   points instead.
+   points instead, under the name of `register`.
 2. The model runs on fourteen tokens, or on the user's example (`examples_of`).
 3. `AttachError` names the module that cannot be read, and suggests a solution to the user.
 """
@@ -97,6 +97,33 @@ def kernel_of(module: nn.Module) -> Kernel:
     if name == "eager" and eager:
         return eager
     return library("transformers").AttentionInterface()["sdpa" if name == "eager" else name]
+
+
+def register(model: nn.Module, attention: Kernel) -> None:
+    """Register an attention function in `transformers`, under a name for each kernel of a model.
+
+    A model without a config of `transformers` needs no registration.
+
+    Args:
+        model: the model.
+        attention: the function: `hooked_attention`, which passes values through points.
+
+    Raises:
+        ImportError: if `transformers` is missing, or older than 5.6.
+    """
+    kernels = {kernel_name(config) for config in configs_of(model).values()}
+    if not kernels:
+        return
+    transformers = library("transformers")
+    version = transformers.__version__
+    if tuple(map(int, version.split(".")[:2])) < (5, 6):
+        raise ImportError(f"attach needs transformers 5.6 or later; got {version}")
+    masks = library("transformers.masking_utils")
+    for name in kernels:
+        transformers.AttentionInterface.register(HOOKED + name, attention)
+        if name in masks.ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
+            mask = masks.ALL_MASK_ATTENTION_FUNCTIONS[name]
+            masks.ALL_MASK_ATTENTION_FUNCTIONS.register(HOOKED + name, mask)
 
 
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")

@@ -28,7 +28,7 @@ from models.attached.attention import (
     TracedPoints,
     further_keys,
 )
-from models.attached.context import CacheGiven, FurtherKeys, number_of, past_of
+from models.attached.context import CacheGiven, FurtherKeys, past_of
 from models.attached.experts import ChosenOutputs, Copies, ExpertPoints, Experts, Gated, Routing
 from models.attached.forward import Forward, Generate, StackForward
 from models.attached.layout import BlockLayout
@@ -42,7 +42,7 @@ from models.attached.original import (
 )
 from models.attached.parts import Summand, TracedNorm, factors_of, norm_of, summand
 from models.attached.probe import Call, ProbeRun
-from models.attached.stacks import OwnPart, Stack, Tower, features, require_position_of_each_token
+from models.attached.stacks import OwnPart, Stack, Tower, features
 from models.attached.wires import (
     BlockInput,
     Input,
@@ -287,9 +287,6 @@ class Wiring:
             The hook of `embed` for runs in which `root` gets embeddings instead of tokens. It is
             None if there is no `embed`, or if the embedding is outside `root`, so that its output
             has already passed through the point.
-
-        Raises:
-            AttachError: if the stream of a text does not have a position for each token.
         """
         probe = self.stack.probe
         first = self.stack.chain[0]
@@ -302,7 +299,6 @@ class Wiring:
             call for call in probe.single if call.ended < first.began and call.output is not None
         ]
         tokens = next((call for call in before if call.module is embedding), None)
-        require_position_of_each_token(self.model, self.stack)
         if tokens is None or tokens.output is None or tokens.output.shape != stream.shape:
             return None
         added = self._added_by_embedding(tokens, before, stream)
@@ -362,7 +358,7 @@ class Wiring:
         if layout.attention is not None:
             is_traced = layout.attention in layout.traced
             points.attn = (TracedPoints if is_traced else AttentionPoints)(layout.attention)
-            points.layer = number_of(layout.attention)
+            points.layer = points.attn.layer
             self._listen(layout.attention, CacheGiven(points.attn.k))
             if (further := further_keys(layout.attention, self.stack.probe)) is not None:
                 self._listen(further, FurtherKeys(points.attn.v))

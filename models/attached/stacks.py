@@ -61,6 +61,8 @@ class Stack:
             have one vector for each token.
         layouts: the parts of its blocks.
         left_out: the reason for each point, or group of points, that is missing, by its name.
+        unembedding: the modules that compute the logits from its output; None if it is not the
+            stack of the text, or if no such modules were found.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Stack:
     stream_axis: int | None = None
     layouts: list[BlockLayout] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
+    unembedding: "Unembedding | None" = None
 
     @property
     def path(self) -> str:
@@ -156,8 +159,8 @@ def find_stacks(
         kernels: the names of the attention functions that the model asks for.
 
     Raises:
-        AttachError: if there is no stack, or the output of a named sublayer is not added to the
-            stream.
+        AttachError: if there is no stack, the output of a named sublayer is not added to the
+            stream, or the stream of a text does not have a position for each token.
     """
     stacks = stacks_of(model, probes, roles.blocks)
     config = text_config(model)
@@ -174,6 +177,11 @@ def find_stacks(
         if stack.name:
             for layout in stack.layouts:
                 layout.experts = None
+    for stack in stacks:
+        require_position_of_each_token(model, stack)
+    text = stacks[0]
+    if text.texts is not None and text.stream_axis is None:
+        text.unembedding = unembed_of(model, text.probe, text.chain[-1])
     return stacks
 
 
@@ -200,16 +208,6 @@ def _left_out(model: nn.Module, stack: Stack, kernels: set[str]) -> dict[str, st
         rule = "attn_implementation must be 'eager' or 'sdpa' for these"
         why["scores"] = why["pattern"] = f"{rule}; got {others[0]!r}"
     return why
-
-
-def absent_parts(model: nn.Module, stacks: Sequence[Stack]) -> dict[str, str]:
-    """Return the reasons why an encoder, a decoder or both are not among the stacks, by name.
-
-    The result is empty for a model that does not have both an encoder and a decoder.
-    """
-    expected = {"encoder", "decoder"} if is_encoder_decoder(model) else set[str]()
-    absent = expected - {stack.name for stack in stacks}
-    return dict.fromkeys(absent, "its blocks do not each read the output of the block before")
 
 
 def stacks_of(model: nn.Module, probes: Sequence[ProbeRun], blocks: str | None) -> list[Stack]:

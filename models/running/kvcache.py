@@ -6,7 +6,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from hooks.base import require_integer
+from hooks.base import (
+    padding_messages,
+    require_integer,
+)
 from models.config import TransformerConfig
 
 # The buffers grow by this many positions at a time.
@@ -98,7 +101,9 @@ class KVCache:
         """
         require_integer("n", n)
         if self.mask is not None or any(layer.batch != 1 for layer in self.layers):
-            raise ValueError("repeat() needs a cache of one row without padding; got another cache")
+            raise ValueError(
+                padding_messages.several_texts("the text in the cache of repeat()", "other texts")
+            )
         for layer in self.layers:
             layer.repeat(n)
 

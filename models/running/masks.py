@@ -1,4 +1,7 @@
-"""Masks of the keys that each query sees: no padding, no later keys, and only keys inside a window.
+"""Masks of attention patterns in the plain model: padding, later keys and keys outside a window.
+
+A mask is True at the keys that a query sees. All other keys get the weight 0 in the pattern. In an
+attached model, `transformers` makes the masks; see `models.attached.pattern`.
 
 A mask for many queries is not stored as a tensor. It is a `Rule`, from which each layer computes
 the mask of one block of queries after the other. Masks that callers pass are checked (`as_real`,
@@ -12,7 +15,7 @@ import torch
 from jaxtyping import Bool, Shaped
 from torch import Tensor
 
-from hooks.base import require_kind
+from hooks.base import padding_messages, require_kind
 from models.running.kvcache import oldest_reached
 
 # With at most this number of queries, one mask is made for all layers. With more queries, each
@@ -155,26 +158,30 @@ def as_real(
     """
     require_kind("attention_mask", mask, Tensor, words="a tensor [batch, key]")
     if mask.shape != shape:
-        hint = ": pass a mask of queries and keys as query_key_mask" if mask.ndim > 2 else ""
+        remedy = "pass a mask of queries and keys as query_key_mask" if mask.ndim > 2 else ""
         raise ValueError(
-            f"attention_mask must be [batch, key], here {shape}, including the keys of cached "
-            f"positions; got {tuple(mask.shape)}{hint}"
+            padding_messages.mask_shape(
+                "attention_mask",
+                needed=shape,
+                given=mask.shape,
+                axes="[batch, key] with the keys of cached positions",
+                remedy=remedy,
+            )
         )
     if not may_read:
         return mask.bool()
     real = _as_boolean("attention_mask", mask.cpu())
     if n_cached is None:
-        _check_no_row_is_empty("attention_mask", real)
+        if (row := _first_empty_row(real)) is not None:
+            raise ValueError(padding_messages.no_real_token("attention_mask", f"row {row}"))
         return None if real.all() else real
     cached = real[:, :n_cached]
     is_same = cached.all() if known is None else known[:, :n_cached].cpu().equal(cached)
     if not is_same:
-        raise ValueError("attention_mask must not change for cached tokens; got different values")
+        raise ValueError(padding_messages.mask_changed())
     if drops_keys and bool((real[:, 1:] < real[:, :-1]).any()):
-        raise ValueError(
-            "padding must be on the left with a KVCache of a sliding window, because this cache "
-            "contains only the last keys; got padding after a real token"
-        )
+        because = "the KVCache of a sliding window contains only the last keys"
+        raise ValueError(padding_messages.wrong_side("right", because))
     return None if real.all() else real
 
 
@@ -211,8 +218,10 @@ def as_seen(
     if not may_read:
         return mask.bool()
     visible = _as_boolean("query_key_mask", mask.cpu())
-    if not is_cached:
-        _check_no_row_is_empty("query_key_mask", visible)
+    if not is_cached and (row := _first_empty_row(visible)) is not None:
+        raise ValueError(
+            f"query_key_mask must leave each row at least one key; got no key in row {row}"
+        )
     return visible
 
 
@@ -237,20 +246,16 @@ def _as_boolean(name: str, mask: Tensor) -> Tensor:
     boolean = mask.bool()
     if not torch.equal(boolean.to(mask.dtype), mask):
         wrong = mask[boolean.to(mask.dtype) != mask][0].item()
-        raise ValueError(
-            f"{name} must be 1 where a key may be attended to and 0 elsewhere; got {wrong}"
-        )
+        raise ValueError(padding_messages.mask_numbers(name, wrong))
     return boolean
 
 
-def _check_no_row_is_empty(name: str, allowed: Tensor) -> None:
-    """Check that each row has at least one key.
+def _first_empty_row(allowed: Tensor) -> int | None:
+    """Return the first row without any key; None if each row has a key.
 
-    Raises:
-        ValueError: if a row has none; the error names the mask and the row.
+    Callers do not check this with a cache, because a whole piece of a row may be padding if a text
+    is read in pieces.
     """
-    # This is not checked with a cache, because a whole piece of a row may be padding if a text is
-    # read in pieces.
-    if allowed.numel() and not allowed.flatten(1).any(1).all():
-        row = int((~allowed.flatten(1).any(1)).nonzero()[0])
-        raise ValueError(f"{name} must leave each row at least one key; got no key in row {row}")
+    if not allowed.numel() or allowed.flatten(1).any(1).all():
+        return None
+    return int((~allowed.flatten(1).any(1)).nonzero()[0])

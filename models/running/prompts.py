@@ -5,7 +5,7 @@ from dataclasses import replace
 from jaxtyping import Shaped
 from torch import Tensor
 
-from hooks.base import Text, Texts
+from hooks.base import Text, Texts, padding_messages
 from models.checks import check_tokens, require
 from models.transformer import Transformer
 
@@ -25,15 +25,12 @@ def prompts_as_text(
     if attention_mask is None:
         return text
     if text.attention_mask is not None:
-        raise ValueError(
-            "attention_mask must be None if prompts have unequal lengths or a mask; got a second "
-            "mask"
-        )
-    shape = tuple(text.tokens.shape)
-    real = attention_mask.tolist()
-    if attention_mask.shape != shape or set().union(*real) - {0, 1}:
-        rule = "attention_mask must be 1 at tokens and 0 at padding, with the shape of prompts"
-        raise ValueError(f"{rule}, {shape}; got {tuple(attention_mask.shape)}: {real!r:.40}")
+        raise ValueError(padding_messages.second_mask("prompts of unequal lengths, or with a mask"))
+    shape = text.tokens.shape
+    if attention_mask.shape != shape:
+        raise ValueError(padding_messages.mask_shape("attention_mask", shape, attention_mask.shape))
+    if others := set().union(*attention_mask.tolist()) - {0, 1}:
+        raise ValueError(padding_messages.mask_numbers("attention_mask", min(others)))
     return replace(text, attention_mask=attention_mask)
 
 

@@ -19,6 +19,7 @@ from hooks.base import (
     is_columns,
     is_integer,
     is_one_text,
+    padding_messages,
     refuse,
     require_choice,
     require_kind,
@@ -281,11 +282,11 @@ def read(
     """
     if isinstance(texts, Tensor) and texts.ndim != 1:
         return texts, attention_mask
-    if attention_mask is not None or kv_cache is not None:
-        raise ValueError(
-            "tokens must be [batch, pos] if attention_mask= or a cache is given; got "
-            + (f"{list(texts.shape)}" if isinstance(texts, Tensor) else f"a {type(texts).__name__}")
-        )
+    given = f"{[*texts.shape]}" if isinstance(texts, Tensor) else f"a {type(texts).__name__}"
+    if attention_mask is not None:
+        raise ValueError(padding_messages.second_mask(given))
+    if kv_cache is not None:
+        raise ValueError(f"tokens must be [batch, pos] if a cache is given; got {given}")
     batch = model.to_tokens(texts)
     return batch.tokens, batch.attention_mask
 

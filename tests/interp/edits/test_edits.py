@@ -708,7 +708,7 @@ def test_the_first_column_that_may_change_skips_padding(wide, edit, first):
     mask[1, 4:] = False
     with reading(Piece(None, mask)):
         assert edit.first(wide.points["embed"], POS) == first
-        with pytest.raises(SelectionError, match="example 0 must be a column of a real token"):
+        with pytest.raises(SelectionError, match="example 0 must be a real token"):
             edits.zero(pos=1).first(wide.points["embed"], POS)
 
 
@@ -752,7 +752,11 @@ ONES = torch.ones(BATCH, POS, 10).double()
         ),
         (lambda s: edits.mean(s, attention_mask=torch.ones(BATCH, 6)), "embed", "7 along pos.*6"),
         (lambda s: edits.mean(s, attention_mask=torch.ones(1, POS)), "embed", "5, 7.*1, 7"),
-        (lambda s: edits.mean(s, attention_mask=torch.eye(BATCH, POS)), "embed", "average"),
+        (
+            lambda s: edits.mean(s, attention_mask=torch.eye(BATCH, POS)),
+            "embed",
+            "the mean at embed",
+        ),
         (lambda s: edits.replace(s.at(pos=[-1])), "embed", "7 along pos.*1"),
         (lambda s: edits.mean(s.at(pos=[-1]), pos=4), "embed", "7 along pos.*1"),
         (lambda s: edits.replace(s.at(key=[3])), "blocks.0.attn.scores", "7 along key.*1"),
@@ -787,7 +791,7 @@ def test_padding_of_a_source_is_copied_only_to_padding(wide, texts, mask_of_run)
         logits = wide.run_with_hooks(texts[0], hooks=hooks, **padded)
         assert torch.equal(logits, wide.model(texts[0], **padded))
         return
-    with pytest.raises(EditError, match="real token at pos 5 of text 1; got padding"):
+    with pytest.raises(EditError, match="real token; got padding at pos 5 of text 1"):
         wide.run_with_hooks(texts[0], hooks=hooks)
 
 

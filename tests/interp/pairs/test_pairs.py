@@ -75,7 +75,7 @@ def test_one_mask_serves_both_texts(tokens, corrupted):
             Pairs(masked, attention_mask=mask)
     other = torch.ones_like(mask)
     whole = {"input_ids": corrupted, "attention_mask": other}
-    with pytest.raises(ValueError, match="same shape and padding"):
+    with pytest.raises(ValueError, match="same columns and padding"):
         Pairs(tokens, whole, attention_mask=mask)
     spans = {"a": [[1], [4], [1], [2]]}
     pairs = Pairs(tokens, whole, spans=spans, attention_mask=mask)

@@ -471,7 +471,7 @@ BAD = [
         (dict(prompts=torch.ones(2, 3).long(), attention_mask=mask), f"attention_mask .*{said}")
         for mask, said in (
             (torch.ones(2, 2), "2, 2"),
-            (torch.ones(3), "3,"),
+            (torch.ones(3), r"got \[3\]"),
             (torch.tensor([[0, 1, 1], [1, 7, 1]]), "7"),
         )
     ),

@@ -396,8 +396,8 @@ def test_a_pass_that_ends_early_leaves_the_cache_as_it_was(form, at, recording):
         (dict(tokens=torch.full((2, 3), VOCAB)), "23"),
         (dict(tokens=text(3, 2)), r"\(2\); got 3"),
         (dict(tokens=text(1, 2)), r"\(2\); got 1"),
-        (dict(attention_mask=torch.ones(2, LENGTH - 6)), r"\(2, 7\)"),
-        (dict(attention_mask=torch.ones(3, LENGTH)), r"\(3, 13\)"),
+        (dict(attention_mask=torch.ones(2, LENGTH - 6)), r"\[2, 7\]"),
+        (dict(attention_mask=torch.ones(3, LENGTH)), r"\[3, 13\]"),
         (dict(lazy=True), "KVCache"),
     ],
 )

@@ -175,8 +175,8 @@ def test_one_encoded_text_and_a_row_of_a_table_are_texts():
         (pandas.DataFrame({"text": TEXTS}), "got a DataFrame of text"),
         (pandas.DataFrame({"input_ids": IDS}), "got a DataFrame of input_ids"),
         ([{"input_ids": [3, 4]}], "string or a list.*got"),
-        ({"input_ids": [[3, 4]], "attention_mask": [[1]]}, "a 1 or a 0 for each token"),
-        ({"input_ids": [3, 4], "attention_mask": [1, 2]}, "a 1 or a 0 for each token"),
+        ({"input_ids": [[3, 4]], "attention_mask": [[1]]}, "as long as input_ids"),
+        ({"input_ids": [3, 4], "attention_mask": [1, 2]}, "attention_mask must be 1 .*got 2"),
         ({"input_ids": [[3, 4]], "token_type_ids": [[0, 1]]}, "got token_type_ids too"),
         ({"input_ids": [[3, 4]], "position_ids": torch.tensor([[1, 2]])}, "position_ids too"),
     ],
@@ -282,9 +282,9 @@ def test_texts_bring_their_own_mask_and_begin_a_text():
     from models import KVCache
 
     model = reading()
-    with pytest.raises(ValueError, match="if attention_mask"):
+    with pytest.raises(ValueError, match="attention_mask needs texts"):
         model(TEXTS, attention_mask=torch.ones(2, 6))
-    with pytest.raises(ValueError, match="or a cache"):
+    with pytest.raises(ValueError, match="if a cache"):
         model("the cat", kv_cache=KVCache(9))
     with pytest.raises(ValueError, match="attention_mask needs texts"):
         interp.sweep(model, TEXTS, [{}], interp.log_prob(3), attention_mask=torch.ones(2, 6))
