@@ -10,9 +10,11 @@
    chance is then due to the probe, not to the values.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
@@ -27,6 +29,7 @@ from hooks.base import (
     require_choice,
     require_integer,
     shows_progress,
+    storage,
     without_gradients,
 )
 from interp import plots
@@ -36,8 +39,11 @@ from interp.directions.stored import Labels
 from interp.json_form import form
 from interp.numbers.intervals import interval_text
 from interp.numbers.ranks import area_under_curve
+from interp.results.entries import Entries
 from interp.results.result import Result
 
+_KIND = "probe"
+_RESULTS = ("auroc", "control")
 _ROUNDING = 10 * np.finfo(np.float32).eps
 
 
@@ -61,6 +67,11 @@ class Probe(plots.Shown):
     tensor([True])
     >>> result.direction[2].shape
     torch.Size([128])
+    >>> import tempfile
+    >>> path = f"{tempfile.mkdtemp()}/probe.safetensors"
+    >>> result.save(path)
+    >>> Probe.load(path).top(1)
+    point blocks.2.resid_post  +1  [+0.654, +1]
     """
 
     direction: Direction
@@ -70,9 +81,50 @@ class Probe(plots.Shown):
     is_plot = True
 
     @property
+    def about(self) -> Mapping[str, Any]:
+        """The facts about the method that found the direction."""
+        return self.direction.about
+
+    def top(self, k: int = 10) -> Entries:
+        """Return the places with the largest AUROC, the largest first; see `Result.top`."""
+        return self.auroc.top(k)
+
+    @property
     def selectivity(self) -> Result:
         """The difference `auroc` - `control`."""
         return self.auroc - self.control
+
+    def _writers(self) -> dict[str, Callable[[Path], object]]:
+        """Return the functions that write files, by suffix."""
+        return {**super()._writers(), **dict.fromkeys(storage.SAFETENSORS, self._save)}
+
+    def _save(self, path: Path) -> None:
+        """Write the direction and both results as safetensors, which `load` reads."""
+        tensors = {f"direction/{name}": vector for name, vector in self.direction.vectors.items()}
+        facts: dict[str, Any] = {
+            "offsets": dict(self.direction.offsets),
+            "about": dict(self.direction.about),
+        }
+        for part in _RESULTS:
+            values, facts[part] = getattr(self, part).packed()
+            tensors |= {f"{part}/{name}": value for name, value in values.items()}
+        storage.save(path, _KIND, tensors, facts)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Probe":
+        """Load a probe from a file of `save` with the suffix `.safetensors` or without a suffix.
+
+        Raises:
+            FileNotFoundError: if the file does not exist.
+            CacheError: if the file is damaged or does not contain a probe.
+        """
+        with storage.opened(storage.path_of(path), _KIND) as (tensors, facts):
+            parts: dict[str, dict[str, Tensor]] = {name: {} for name in ("direction", *_RESULTS)}
+            for key, value in tensors.items():
+                part, _, name = key.partition("/")
+                parts[part][name] = value
+            direction = Direction(parts["direction"], facts["offsets"], facts["about"])
+            return cls(direction, *(Result.unpacked(parts[name], facts[name]) for name in _RESULTS))
 
     def as_json(self) -> dict[str, Any]:
         """Return the AUROC, the control and the length of each direction, in the JSON form of all

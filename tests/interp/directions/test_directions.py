@@ -18,12 +18,14 @@ from interp import edits, log_prob
 from interp.directions import (
     Direction,
     Moments,
+    Probe,
     difference_of_means,
     erasure,
     leace,
     probe,
     steering_curve,
 )
+from interp.results.result import Result
 from models import Transformer, TransformerConfig, load
 
 YES = ["part KV8 is", "part QX3", "see part ZQXJ-K", "a part ABC-7 of"]
@@ -389,6 +391,32 @@ def test_files_hold_directions(model, tmp_path):
     again = Direction.load(tmp_path / "odd")
     assert again.offsets == odd.offsets
     assert math.isnan(again.about["scale"])
+
+
+def test_files_hold_probes(tmp_path):
+    names = ["blocks.0.resid_post", "blocks.1.resid_post"]
+    vectors = {names[0]: torch.tensor([3.0, -1.0, 2.0]), names[1]: torch.tensor([4.0, 0.5, 7.0])}
+    direction = Direction(vectors, {names[0]: -2.0}, {"method": "probe", "folds": 5})
+    axes, labels = ("point", "example"), {"point": ["0.resid_post", "1.resid_post"]}
+    folds = torch.tensor([[0.5, 0.75, 0.625, 0.5], [1.0, 0.875, 1.0, 0.75]])
+    auroc = Result(folds, axes, labels=labels, bounds=(0.0, 1.0), unit="AUROC")
+    control = Result(folds.flip(1) / 2, axes, labels=labels)
+    made = Probe(direction, auroc, control)
+    made.save(tmp_path / "probe.safetensors")
+    again = Probe.load(tmp_path / "probe.safetensors")
+    assert again.about == {"method": "probe", "folds": 5}
+    assert again.direction.offsets == {names[0]: -2.0}
+    assert [*again.direction.vectors] == names
+    assert all(torch.equal(again.direction[name], vectors[name]) for name in names)
+    assert torch.equal(again.auroc.values, folds)
+    assert torch.equal(again.control.values, folds.flip(1) / 2)
+    assert (again.auroc.bounds, again.auroc.unit) == ((0.0, 1.0), "AUROC")
+    assert repr(again) == repr(made)
+    (best,) = again.top(1)
+    assert (best.where["point"], best.effect) == ("1.resid_post", 0.90625)
+    direction.save(tmp_path / "direction.safetensors")
+    with pytest.raises(CacheError, match="must be a complete probe"):
+        Probe.load(tmp_path / "direction.safetensors")
 
 
 def test_control_vectors_match_llama_cpp(model, tmp_path):
