@@ -165,7 +165,8 @@ def align(
     the clean text. Such an answer may differ from the answers of both texts.
 
     By default, the part of the clean run replaces the part of the corrupted run
-    (`direction="denoising"`). Analyses of circuits do the reverse by default.
+    (`direction="denoising"`), which shows the parts that restore the answer. Analyses of circuits
+    do the reverse by default.
 
     Args:
         model: any model with hook points, in evaluation mode. Its weights do not change.

@@ -146,7 +146,8 @@ def null_spaces(
     weights.
 
     By default, the part of the clean run replaces the part of the corrupted run
-    (`direction="denoising"`). Analyses of circuits do the reverse by default.
+    (`direction="denoising"`), which shows the parts that restore the answer. Analyses of circuits
+    do the reverse by default.
 
     Args:
         model: any model with hook points, in evaluation mode.

@@ -52,8 +52,8 @@ def acdc(
     an edge is one run. If two thresholds have led to the same decisions so far, they share the next
     test.
 
-    By default, corrupted values replace values of the clean run (`direction="noising"`). Activation
-    and attribution patching do the reverse by default.
+    By default, corrupted values replace values of the clean run (`direction="noising"`), which
+    shows the loss without a part. Activation and attribution patching do the reverse by default.
 
     Args:
         model: a model that has a `Graph`, in evaluation mode.

@@ -64,8 +64,9 @@ def attribution_patching(
     The options `qk_correction` and `grad_drop` are from AtP* (Kramár et al. 2024, "AtP*: An
     efficient and scalable method for localizing LLM behaviour to components").
 
-    By default, clean values replace values of the corrupted run (`direction="denoising"`). Analyses
-    of nodes, edges, paths and circuits do the reverse by default.
+    By default, clean values replace values of the corrupted run (`direction="denoising"`), which
+    shows the parts that restore the answer. Analyses of nodes, edges, paths and circuits do the
+    reverse by default.
 
     Args:
         model: any model with the usual points. Its weights need no gradients and receive none.

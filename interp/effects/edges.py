@@ -90,8 +90,8 @@ def edge_attribution(
     take as long together as one after another. For `eap_ig_activations`, the memory contains the
     changes of all examples.
 
-    By default, corrupted values replace values of the clean run (`direction="noising"`). Activation
-    and attribution patching do the reverse by default.
+    By default, corrupted values replace values of the clean run (`direction="noising"`), which
+    shows the loss without a part. Activation and attribution patching do the reverse by default.
 
     Args:
         model: a model that has a `Graph`. Its weights need no gradients and receive none.

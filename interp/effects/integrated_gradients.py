@@ -59,8 +59,9 @@ def integrated_gradients(
     difference between the sum of the effects and the measured change of the metric: a small gap
     means that the mean is accurate.
 
-    By default, clean values replace values of the corrupted run (`direction="denoising"`). Analyses
-    of nodes, edges, paths and circuits do the reverse by default.
+    By default, clean values replace values of the corrupted run (`direction="denoising"`), which
+    shows the parts that restore the answer. Analyses of nodes, edges, paths and circuits do the
+    reverse by default.
 
     Args:
         model: any model with the usual points. Its weights need no gradients and receive none.

@@ -34,8 +34,8 @@ def node_effects(
     the sign of the direct effect, later nodes repair the change (McGrath et al. 2023, "The Hydra
     Effect").
 
-    By default, corrupted values replace values of the clean run (`direction="noising"`). Activation
-    and attribution patching do the reverse by default.
+    By default, corrupted values replace values of the clean run (`direction="noising"`), which
+    shows the loss without a part. Activation and attribution patching do the reverse by default.
 
     Args:
         model: a model that has a `Graph`, in evaluation mode.

@@ -51,8 +51,9 @@ def activation_patching(
     are necessary for the answer (Heimersheim & Nanda 2024, "How to use and interpret activation
     patching").
 
-    By default, clean values replace values of the corrupted run (`direction="denoising"`). Analyses
-    of nodes, edges, paths and circuits do the reverse by default.
+    By default, clean values replace values of the corrupted run (`direction="denoising"`), which
+    shows the parts that restore the answer. Analyses of nodes, edges, paths and circuits do the
+    reverse by default.
 
     Args:
         model: any model with the usual points.

@@ -42,8 +42,8 @@ def edge_patching(
     upstream of another receiver. With recomputed MLPs, `path_patching` also counts the paths
     through MLPs.
 
-    By default, corrupted values replace values of the clean run (`direction="noising"`). Activation
-    and attribution patching do the reverse by default.
+    By default, corrupted values replace values of the clean run (`direction="noising"`), which
+    shows the loss without a part. Activation and attribution patching do the reverse by default.
 
     Args:
         model: a model that has a `Graph`, in evaluation mode.
@@ -113,8 +113,8 @@ def path_patching(
     receivers by the recorded values, and computes everything after them again. So each receiver is
     fixed, even if it is downstream of another receiver; `edge_patching` fixes no receiver.
 
-    By default, corrupted values replace values of the clean run (`direction="noising"`). Activation
-    and attribution patching do the reverse by default.
+    By default, corrupted values replace values of the clean run (`direction="noising"`), which
+    shows the loss without a part. Activation and attribution patching do the reverse by default.
 
     Args:
         model, pairs, direction, source, split_embeddings, max_bytes: see `edge_patching`.

@@ -41,8 +41,9 @@ def top_attributions(
     the `k` largest mean effects are stored while the layers are read, so the table of all places is
     never in memory.
 
-    By default, clean values replace values of the corrupted run (`direction="denoising"`). Analyses
-    of nodes, edges, paths and circuits do the reverse by default.
+    By default, clean values replace values of the corrupted run (`direction="denoising"`), which
+    shows the parts that restore the answer. Analyses of nodes, edges, paths and circuits do the
+    reverse by default.
 
     Args:
         model, pairs, direction: see `attribution_patching`. Both texts must have the same columns

@@ -80,8 +80,8 @@ def run_circuit(
     the source run. A run takes one forward pass for any number of edges. Replaced edges also change
     later values: a head computes its output in this run from the streams that its q, k and v see.
 
-    By default, corrupted values replace values of the clean run (`direction="noising"`). Activation
-    and attribution patching do the reverse by default.
+    By default, corrupted values replace values of the clean run (`direction="noising"`), which
+    shows the loss without a part. Activation and attribution patching do the reverse by default.
 
     Args:
         model: a model that has a `Graph`, in evaluation mode.
