@@ -2,13 +2,13 @@
 
 The analyses are in `effects` (values are changed), `reading` (caches are read), `spectral`
 (singular values and weights), `features` (dictionaries), `directions`, `diffing` (two models),
-`alignment` and `attribution_graphs`. `claims` tests what others found with them. `store` saves the
-values of many texts. Read `protocol` first, which defines the parts that a model needs. Then read
-`inputs` (texts and positions in them), `metrics`, `pairs` of texts, `edits` and `results`, the
-tables that `plots` draws. Then read the `graph` of a model and `runs` (sweeps, masked runs,
-gradients). All analyses use these packages and `numbers`. After them, you can read the analyses in
-any order. `cli` has a file for each command. `json_form` is the form in which programs read
-results.
+`alignment`, `attribution_graphs` and `steps` (of one text). `claims` tests what others found with
+them. `store` saves the values of many texts, and `many` runs any analysis of many examples. Read
+`protocol` first, which defines the parts that a model needs. Then read `inputs` (texts and
+positions in them), `measuring` and `metrics`, `pairs` of texts, `edits` and `results`, the tables
+that `plots` draws. Then read the `graph` of a model and `runs` (sweeps, masked runs, gradients).
+All analyses use these packages and `numbers`. After them, you can read the analyses in any order.
+`cli` has a file for each command. `json_form` is the form in which programs read results.
 
 A name is imported when it is first used. `__init__.pyi` contains the module of each name.
 """

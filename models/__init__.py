@@ -1,8 +1,8 @@
 """Transformers, checkpoints, tokenizers, generation and training.
 
-The architecture is in `transformer`, `block`, `attention`, `mlp` and `norm`: read them in this
-order. `running` contains what a run needs, `text` tokenizers, `checkpoints` the formats of files,
-`attached` hook points in models of `transformers`, and `training` the training loop.
+Read the architecture in this order: `transformer`, `block`, `attention`, `mlp` and `norm`, and then
+`config`. `running` contains what a run needs, `text` tokenizers, `checkpoints` the formats of
+files, `attached` hook points in models of `transformers`, and `training` the training loop.
 """
 
 from hooks.base import missing_name as _missing_name

@@ -1,9 +1,10 @@
 """Attribution graphs: the exact direct effects of features, errors and embeddings on logits.
 
-Read the files in this order: `frozen` (a run with frozen attention and norms), `descent` (carries
-directions of targets down the layers of the run) and `attribution` (fills the rows of a graph).
-`traced` contains the graph. Its methods are implemented in `influence`, `attention`, `intervention`
-and `pruned`. `transcoders`, `targets`, `nodes` and `neuronpedia` contain the inputs and outputs.
+Read the files in this order: `frozen` (a run with frozen attention and norms, with `branches` for
+two answers, `readings` and `padded`), `descent` (carries directions of targets down the layers of
+the run) and `attribution` (fills the rows of a graph). `traced` contains the graph. Its methods are
+implemented in `influence`, `attention`, `intervention` and `pruned`. `transcoders`, `targets`,
+`nodes` and `neuronpedia` contain the inputs and outputs.
 """
 
 from hooks.base import missing_name as _missing_name

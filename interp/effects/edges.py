@@ -41,8 +41,8 @@ from interp.measuring import Metric, per_example
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.runs.gradients import Gradients, warn_of_flat
-from interp.runs.models import Source, require_no_direction, source_graph_of
-from interp.runs.runs import Runs
+from interp.runs.models import Source, source_graph_of
+from interp.runs.runs import Runs, require_no_direction
 from interp.runs.trapezoid import TOLERANCE, Steps, averaged
 
 METHODS = ("eap", "eap_ig_inputs", "eap_ig_activations")

@@ -28,8 +28,8 @@ from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.runs.estimates import compared, effects, of_layers
 from interp.runs.gradients import Gradients
-from interp.runs.models import Source, require_no_direction
-from interp.runs.runs import Runs
+from interp.runs.models import Source
+from interp.runs.runs import Runs, require_no_direction
 from interp.runs.sites import Choice, Sites, Some
 from interp.runs.trapezoid import TOLERANCE, Mean, Steps, averaged, gap_shares, of_paths
 

@@ -2,10 +2,8 @@
 
 `with_shuffled_weights` makes another model, as a control.
 
-1. Both models run the clean texts, so the user may not choose a direction of patching
-   (`require_no_direction`).
-2. Both models have the same points, with the same axes (`require_same_points`), and read the texts
-   as the same tokens (`require_same_tokens`). Sizes are compared when the values are used.
+Both models have the same points, with the same axes (`require_same_points`), and read the texts as
+the same tokens (`require_same_tokens`). Sizes are compared when the values are used.
 """
 
 import copy
@@ -26,21 +24,6 @@ from interp.runs.adapters import WithoutAdapter
 
 Source = nn.Module | WithoutAdapter
 """A model whose values replace values of another model. It may be a model without its adapter."""
-
-
-def require_no_direction(source: Source | None, direction: str, default: str) -> None:
-    """Check that the user has not chosen a direction in addition to a source.
-
-    Args:
-        source: the model whose values are read, if any.
-        direction: the direction of patching.
-        default: the default direction of the analysis.
-    """
-    if source is not None and direction != default:
-        raise ValueError(
-            "direction must be left out with source=, because both models run the clean texts; got "
-            f"direction={direction!r}"
-        )
 
 
 def as_source(source: Source | None) -> AbstractContextManager[None]:

@@ -30,9 +30,9 @@ from interp.graph.graph import Graph
 from interp.graph.nodes import Sublayer
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.results.result import Result
-from interp.runs.models import Source, require_no_direction, source_graph_of
+from interp.runs.models import Source, source_graph_of
 from interp.runs.rows import Batch
-from interp.runs.runs import Runs
+from interp.runs.runs import Runs, require_no_direction
 from interp.runs.sweep import effects_of_edits
 
 Carried = dict[str, edits.Edit] | Tensor

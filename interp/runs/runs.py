@@ -21,6 +21,21 @@ from interp.runs.adapters import WithoutAdapter
 from interp.runs.models import Source, as_source, source_of
 
 
+def require_no_direction(source: Source | None, direction: str, default: str) -> None:
+    """Check that the user has not chosen a direction in addition to a source.
+
+    Args:
+        source: the model whose values are read, if any.
+        direction: the direction of patching.
+        default: the default direction of the analysis.
+    """
+    if source is not None and direction != default:
+        raise ValueError(
+            "direction must be left out with source=, because both models run the clean texts; got "
+            f"direction={direction!r}"
+        )
+
+
 class Runs:
     """Runs of one batch: the edited texts, the source texts, the metric and the memory bound.
 

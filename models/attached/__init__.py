@@ -4,7 +4,8 @@ Read `attaching` first, because it contains the algorithm. Then read its steps i
 `original`, `probe`, `stacks`, `layout` with `parts` and `experts` (or `streams`, for blocks with
 several vectors of each token), `points` with `wires` and `attention`, and `checks`. A run of the
 attached model goes through `forward` (with `padded_positions`), `context` and `pattern` (padding in
-attention patterns). Analyses use the object from `attached`, or its `view` as blocks with weights.
+attention patterns). Analyses use the object from `attached`, or its `view` as blocks with weights,
+and `writing` continues texts.
 """
 
 from models.attached.attached import Attached, detach

@@ -1,8 +1,9 @@
 """Checkpoints in this package's own format, Hugging Face's, GGUF and TransformerLens' weights.
 
-Read `loading` first: it finds the format of a name or a path. Then read one format: `own`,
-`huggingface`, `gguf` with its other files, or `transformer_lens`. All formats build the model in
-`assemble`, from the tensors that `readers` or `gguf_file` read.
+Read `loading` first: it finds the format of a name or a path, with `packaged` for models in
+installed packages. Then read one format: `own`, `huggingface`, `gguf` with its other files, or
+`transformer_lens`. All formats build the model in `assemble`, from the tensors that `readers` or
+`gguf_file` read.
 """
 
 from models.checkpoints.huggingface import from_hf

@@ -1,7 +1,7 @@
 """Load Hugging Face checkpoints from a directory of `save_pretrained`, or from memory.
 
 This file contains the loader. Read `family` next, the form of the tables, and then `families`, the
-table of each kind of model.
+table of each kind of model; `quantized` reads weights in fp8.
 """
 
 from collections.abc import Collection, Mapping
