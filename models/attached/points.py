@@ -10,16 +10,14 @@
 5. If a plan splits heads or neurons over processes, points join the parts (`_join_shards`).
 """
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hooks import HookedRunner, HookPoint, HookPoints, Point
-from hooks.base import Shards, hooks_last, is_same, is_whole, mesh_of
+from hooks.base import Shards, hooks_last, is_whole, mesh_of
 from hooks.shared import Session
 from models.attached.attention import (
     AttentionPoints,
@@ -36,12 +34,10 @@ from models.attached.original import (
     AttachError,
     ExampleArguments,
     base_of,
-    embedding_of,
     reading,
-    text_config,
 )
-from models.attached.parts import Summand, TracedNorm, factors_of, norm_of, summand
-from models.attached.probe import Call, ProbeRun
+from models.attached.parts import Summand, TracedNorm
+from models.attached.probe import ProbeRun
 from models.attached.stacks import OwnPart, Stack, Tower, features
 from models.attached.wires import (
     BlockInput,
@@ -135,10 +131,9 @@ def _placed(model: Any, base: nn.Module, forward: Forward, stack: Stack) -> "Wir
     stack_forward: StackForward = forward
     if stack.name:
         stack_forward = root.forward = StackForward(root, grows=stack.name == "decoder")
-    if is_half or stack.texts is not None:
-        stack_forward.embedded = wiring.embeddings(root)
+    stack_forward.embedded = wiring.embeddings()
     wiring.owner.blocks = Blocks(map(wiring.block, stack.layouts))
-    wiring.final_norm(root)
+    wiring.final_norm()
     forward.places += wiring.places()
     for points in wiring.owner.blocks.modules():
         if isinstance(points, AttentionPoints):
@@ -275,65 +270,25 @@ class Wiring:
         self._listen(added.module, Output(point, added.factor, added.is_overwritten))
         return point
 
-    def embeddings(self, root: nn.Module) -> Output | None:
+    def embeddings(self) -> Output | None:
         """Add `embed`, and `pos_embed` if there are position vectors.
 
-        They are found from the stream that enters the first block.
-
-        Args:
-            root: the module that contains the embeddings.
-
         Returns:
-            The hook of `embed` for runs in which `root` gets embeddings instead of tokens. It is
-            None if there is no `embed`, or if the embedding is outside `root`, so that its output
-            has already passed through the point.
+            The hook of `embed` for runs that get embeddings instead of tokens. It is None if there
+            is no `embed`, or if the embedding is outside the module that runs the blocks, so that
+            its output has already passed through the point.
         """
-        probe = self.stack.probe
-        first = self.stack.chain[0]
-        stream = first.inputs[0]
-        if self.stack.stream_axis is not None:
-            # The first of several vectors of a token is its embedding.
-            stream = stream[:, :, 0]
-        embedding = embedding_of(root)
-        before = [
-            call for call in probe.single if call.ended < first.began and call.output is not None
-        ]
-        tokens = next((call for call in before if call.module is embedding), None)
-        if tokens is None or tokens.output is None or tokens.output.shape != stream.shape:
+        embeddings = self.stack.embeddings
+        if embeddings is None:
             return None
-        added = self._added_by_embedding(tokens, before, stream)
-        self.owner.embed = self._added(HookPoint(STREAM, "token embeddings"), added)
-        # If the embedding runs before `root`, it is outside `root`.
-        began = next((call.began for call in probe.calls if call.module is root), -1)
-        if tokens.began < began:
+        if embeddings.positions is not None:
+            self.owner.pos_embed = HookPoint(STREAM, "additive position encodings")
+            self._listen(embeddings.positions, PositionsWire(self.owner.pos_embed))
+        tokens = embeddings.tokens
+        self.owner.embed = self._added(HookPoint(STREAM, "token embeddings"), tokens)
+        if not embeddings.is_inside:
             return None
-        return Output(self.owner.embed, added.factor, added.is_overwritten)
-
-    def _added_by_embedding(self, tokens: Call, before: Sequence[Call], stream: Tensor) -> Summand:
-        """Return the term that the embedding adds to the stream.
-
-        If the stream is the sum of this term and the output of another module, that module returns
-        the position vectors, and `pos_embed` is added there.
-
-        Args:
-            tokens: the call of the embedding.
-            before: the calls before the first block.
-            stream: the stream that enters the first block.
-        """
-        factors = [1.0, *factors_of(text_config(self.model)), stream.shape[-1] ** 0.5]
-        alone = summand(torch.zeros_like(stream), stream, calls=[tokens], factors=factors)
-        if alone is not None:
-            return alone[1]
-        for call in before:
-            vectors = _for_each_text(call.output, stream)
-            if vectors is None:
-                continue
-            explained = summand(vectors, stream, calls=[tokens], factors=factors)
-            if explained is not None:
-                self.owner.pos_embed = HookPoint(STREAM, "additive position encodings")
-                self._listen(call.module, PositionsWire(self.owner.pos_embed))
-                return explained[1]
-        return Summand(tokens.module, 1.0, tokens.is_overwritten)
+        return Output(self.owner.embed, tokens.factor, tokens.is_overwritten)
 
     def merged(self, module: nn.Module) -> None:
         """Add `merged` at a module that reads the embeddings with the features of towers."""
@@ -455,41 +410,11 @@ class Wiring:
         self._listen(norm.module, Output(points.normalized))
         return points
 
-    def final_norm(self, root: nn.Module) -> None:
-        """Add `ln_final` at a norm inside `root` that reads the stream from the last block."""
-        probe = self.stack.probe
-        last = self.stack.chain[-1]
-        end = next((call.ended for call in probe.calls if call.module is root), math.inf)
-        for call in probe.single:
-            if not last.ended < call.began < end:
-                continue
-            # Nothing is computed between the last block and its norm, so there is no rounding.
-            if call.inputs and is_same(call.inputs[0], last.output) and (norm := norm_of(call)):
-                self._add_final(norm)
-                return
-        if self.stack.stream_axis is not None:
-            self._final_norm_of_streams()
-
-    def _add_final(self, norm: TracedNorm) -> None:
-        """Add `ln_final` at a norm."""
-        self.owner.ln_final = self._around(HookPoints(norm.module), norm)
-
-    def _final_norm_of_streams(self) -> None:
-        """Add `ln_final` at the norm whose output the map to the logits reads."""
-        single = self.stack.probe.single
-        last = self.stack.chain[-1]
-        later = [call for call in single if call.began > last.ended and call.inputs]
-        logits = self.stack.probe.logits
-        assert logits is not None
-        heads = [
-            call for call in later if call.output is not None and call.output.shape == logits.shape
-        ]
-        for call in later:
-            for head in heads:
-                # The map reads the same tensor, so there is no rounding.
-                if is_same(head.inputs[0], call.output) and (norm := norm_of(call)):
-                    self._add_final(norm)
-                    return
+    def final_norm(self) -> None:
+        """Add `ln_final` at the norm that reads the stream from the last block, if there is one."""
+        norm = self.stack.final_norm
+        if norm is not None:
+            self.owner.ln_final = self._around(HookPoints(norm.module), norm)
 
 
 def _keep_outputs_last(module: nn.Module) -> None:
@@ -498,17 +423,3 @@ def _keep_outputs_last(module: nn.Module) -> None:
     Otherwise the hidden states would not contain edits.
     """
     hooks_last(module, lambda hook: hook.__module__ == "transformers.utils.output_capturing")
-
-
-def _for_each_text(vectors: Tensor | None, like: Tensor) -> Tensor | None:
-    """Return position vectors with a row for each text.
-
-    The result is None if the tensor does not have the shape of position vectors.
-
-    Args:
-        vectors: the output of a module, [pos, d_model] or with axes in front.
-        like: the stream, [batch, pos, d_model].
-    """
-    if vectors is None or vectors.ndim < 2 or vectors.shape[-2:] != like.shape[-2:]:
-        return None
-    return vectors.view(-1, *vectors.shape[-2:]).expand_as(like)

@@ -10,7 +10,7 @@
    in the model's own module if it has one of this name.
 4. The features of a tower are inserted into the stream of the text. `merged` is that stream, and
    `projected` is the output of the tower that is inserted (`features`).
-5. After the last block of a text, a norm and a linear map compute the logits (`unembed_of`).
+5. Embeddings come before the first block, and a norm and a linear map after the last (`ends`).
 """
 
 import fnmatch
@@ -22,11 +22,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.base import is_close, is_same, tensors_in, without_gradients
+from hooks.base import is_same, tensors_in, without_gradients
 from hooks.shared import OptionalPoints, Session
+from models.attached.ends import (
+    Embeddings,
+    Unembedding,
+    embeddings_of,
+    final_norm_of,
+    unembed_of,
+)
 from models.attached.layout import BlockLayout, Roles, candidates_of, layout_of
 from models.attached.original import (
     ADVICE,
@@ -40,7 +46,7 @@ from models.attached.original import (
     reading,
     text_config,
 )
-from models.attached.parts import factors_of
+from models.attached.parts import TracedNorm
 from models.attached.probe import Call, ProbeRun
 from models.attached.streams import axis_of_streams, layout_of_streams
 from models.attached.wires import Replaced
@@ -61,8 +67,9 @@ class Stack:
             have one vector for each token.
         layouts: the parts of its blocks.
         left_out: the reason for each point, or group of points, that is missing, by its name.
-        unembedding: the modules that compute the logits from its output; None if it is not the
-            stack of the text, or if no such modules were found.
+        embeddings, final_norm, unembedding: the modules before and after its blocks; see `ends`.
+            Each is None if it was not found. A tower has no embeddings, and only the stack of the
+            text has an unembedding.
     """
 
     name: str
@@ -71,7 +78,9 @@ class Stack:
     stream_axis: int | None = None
     layouts: list[BlockLayout] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
-    unembedding: "Unembedding | None" = None
+    embeddings: Embeddings | None = None
+    final_norm: TracedNorm | None = None
+    unembedding: Unembedding | None = None
 
     @property
     def path(self) -> str:
@@ -179,10 +188,24 @@ def find_stacks(
                 layout.experts = None
     for stack in stacks:
         require_position_of_each_token(model, stack)
-    text = stacks[0]
-    if text.texts is not None and text.stream_axis is None:
-        text.unembedding = unembed_of(model, text.probe, text.chain[-1])
+        with reading(model, stack.path):
+            _find_ends(model, stack)
     return stacks
+
+
+def _find_ends(model: nn.Module, stack: Stack) -> None:
+    """Set the embeddings, the final norm and the unembedding of a stack."""
+    probe = stack.probe
+    first, last = stack.chain[0], stack.chain[-1]
+    has_streams = stack.stream_axis is not None
+    root = stack.root(base_of(model)) if stack.name else model
+    if stack.name in ("encoder", "decoder") or stack.texts is not None:
+        # The first of several vectors of a token is its embedding.
+        stream = first.inputs[0][:, :, 0] if has_streams else first.inputs[0]
+        stack.embeddings = embeddings_of(model, root, probe=probe, first=first, stream=stream)
+    stack.final_norm = final_norm_of(root, probe, last, has_streams)
+    if stack.texts is not None and not has_streams:
+        stack.unembedding = unembed_of(model, probe, last)
 
 
 def _left_out(model: nn.Module, stack: Stack, kernels: set[str]) -> dict[str, str]:
@@ -571,67 +594,3 @@ def _positions(model: Any, stack: Stack, n_pos: int) -> int | None:
     except Exception:
         return None
     return counts[0] if counts else None
-
-
-@dataclass(frozen=True)
-class Unembedding:
-    """A sequence of modules, whose last output is multiplied by a factor and gets a soft cap.
-
-    Attributes:
-        modules: the modules from the final norm, if there is one, to the unembedding.
-        factor: the number by which the last output is multiplied.
-        cap: the soft cap of the logits; 0 means no cap.
-    """
-
-    modules: tuple[nn.Module, ...]
-    factor: float
-    cap: float
-
-    def __call__(
-        self, resid: Float[Tensor, "batch pos d_model"]
-    ) -> Float[Tensor, "batch pos vocab"]:
-        """Return the logits of a residual stream, with the final norm applied."""
-        for module in self.modules:
-            resid = module(resid)
-        return self.finished(resid)
-
-    def finished(self, logits: Tensor) -> Tensor:
-        """Return the logits, from the output of the last module: times the factor, with the cap."""
-        logits = logits if self.factor == 1 else logits * self.factor
-        return torch.tanh(logits / self.cap) * self.cap if self.cap else logits
-
-
-def unembed_of(model: Any, probe: ProbeRun, last: Call) -> Unembedding | None:
-    """Return the modules after the blocks, if they compute the logits.
-
-    The result is None if the model has no logits, or if these modules do not compute them.
-
-    Args:
-        model: the model.
-        probe: the run in which the blocks were called.
-        last: the call of the last block.
-    """
-    if hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is None:
-        return None
-    modules: list[nn.Module] = []
-    before = last
-    for call in probe.single:
-        # Each module reads the same tensor that the module before returned.
-        if call.began > before.ended and call.inputs and is_same(call.inputs[0], before.output):
-            modules.append(call.module)
-            before = call
-    logits = probe.logits
-    output = before.output
-    if output is None or logits is None or output.shape != logits.shape:
-        return None
-    config = text_config(model)
-    config_cap = getattr(config, "final_logit_softcapping", None) or 0.0
-    factors = factors_of(config)
-    for factor in (1.0, *factors, *(1 / factor for factor in factors)):
-        for cap in dict.fromkeys((config_cap, 0.0)):
-            # Try the cap of the config first. If it is far above all logits of this run, it changes
-            # less than rounding, so the run fits both with and without it.
-            unembedding = Unembedding(tuple(modules), factor, cap)
-            if is_close(unembedding.finished(output), logits, output * factor):
-                return unembedding
-    return None
