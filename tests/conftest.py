@@ -25,14 +25,15 @@ import torch
 _jaxtyped = jaxtyping.jaxtyped
 # `most` is the number of calls of each function that are checked in a test (with --full: all).
 # `test` is a new object for each test, so a function knows when a new test has begun.
-_checks = types.SimpleNamespace(test=object(), most=4)
+_checks = types.SimpleNamespace(test=object(), most=1)
 
 
 def jaxtyped(*, typechecker):
-    """Return a decorator that checks the shapes of the first few calls of a function in each test.
+    """Return a decorator that checks the shapes of the first call of a function in each test.
 
     It replaces jaxtyping's own decorator. Checking all calls would take a third of the time of the
-    tests. Functions without shapes in their annotations are left to mypy.
+    tests, and checking four calls a tenth. Functions without shapes in their annotations are left
+    to mypy.
     """
 
     def decorate(thing):

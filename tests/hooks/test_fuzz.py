@@ -493,7 +493,7 @@ def failures(sessions, first=0):
 
 
 @pytest.mark.parametrize(
-    ("sessions", "first"), [(100, 0), pytest.param(4900, 100, marks=pytest.mark.full)]
+    ("sessions", "first"), [(50, 0), pytest.param(4950, 50, marks=pytest.mark.full)]
 )
 def test_random_sessions(sessions, first):
     """The sessions run in a separate process, without the shape checks of the tests.

@@ -149,7 +149,7 @@ def counts(monkeypatch):
     """A list of all counts of progress that are made. Their bars appear at once."""
     from hooks.base import progress
 
-    appear_soon(monkeypatch, delay=0, every=0.001)
+    appear_soon(monkeypatch, delay=0, every=0.02)
     made = []
     begin = progress.Count.__init__
 

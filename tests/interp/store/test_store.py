@@ -835,13 +835,22 @@ DAMAGE = {
 }
 
 
+@pytest.fixture(scope="module")
+def two_shards(tmp_path_factory):
+    """Return a model, texts and the folder of their store, which two jobs wrote."""
+    model, texts = model_and_texts()
+    folder = tmp_path_factory.mktemp("two_shards")
+    for job in (0, 1):
+        made(model, texts, folder, shard=(job, 2))
+    return model, texts, folder
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("name", ["manifest.json", "done-0-of-2.json", "done-1-of-2.json"])
 @pytest.mark.parametrize("jobs", [[0], [1], [0, 1]])
-def test_damaged_facts_of_a_store_are_made_again(name, damage, jobs, tmp_path):
-    model, texts = model_and_texts()
-    for job in (0, 1):
-        made(model, texts, tmp_path, shard=(job, 2))
+def test_damaged_facts_of_a_store_are_made_again(name, damage, jobs, two_shards, tmp_path):
+    model, texts, folder = two_shards
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     path = tmp_path / name
     path.write_text(DAMAGE[damage](path.read_text()))

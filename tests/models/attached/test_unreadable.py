@@ -119,6 +119,7 @@ ERRORS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize(
     ("step", "named"),
