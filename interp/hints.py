@@ -1,5 +1,4 @@
-"""Hints for errors: names of TransformerLens, features without a dictionary, and the calls that
-create objects.
+"""Hints for errors: names of TransformerLens, and calls that create missing objects.
 
 `hooks.base.hints` reads `HINTS` when an error is raised.
 """

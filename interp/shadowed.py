@@ -1,5 +1,6 @@
-"""Checks that `hooks` and `models` are the packages of this project, and not modules of the user
-with the same names.
+"""Checks that `hooks` and `models` are the packages of this project.
+
+The user may have modules with the same names.
 
 The checks do not import the packages.
 """

@@ -1,5 +1,4 @@
-"""Interchange interventions: find and test the part of a value that represents a variable of a
-causal model.
+"""Interchange interventions: find and test the part of a value that carries a causal variable.
 
 Read `featurizers` (parts of a value) and `runs` (runs with an interchanged part) first, because the
 other files use them. `aligning` learns a part with `fitting` and scores it with controls.

@@ -1,5 +1,4 @@
-"""Attention in an attribution graph: the sources that make a head attend to a key, and the scores
-that decide a target.
+"""Attention in an attribution graph: sources of a head's scores, and scores that decide a target.
 
 The query and the key of a head are targets. Each component of a query or a key is a direction of
 the stream that attention reads, so a frozen run yields the effect of each source on the component.

@@ -1,5 +1,4 @@
-"""Build attribution graphs: the effects of features, errors and embeddings on the logits of one
-text (Ameisen et al. 2025).
+"""Build attribution graphs: effects on the logits of one text (Ameisen et al. 2025).
 
 1. Compute the rows of effects on the chosen logits (`FrozenRun.rows`).
 2. Compute rows of effects on features, starting with the features that have the most influence on

@@ -1,5 +1,4 @@
-"""Carry the directions of targets down the layers of a frozen run, and compute the effect of each
-source on each target.
+"""Carry the directions of targets down the layers of a frozen run, to compute effects of sources.
 
 1. Start with the direction in the residual stream that a target reads, at the target's position.
 2. Go down the layers. At `mlp_out`, the effect of a feature or an error is the product of its

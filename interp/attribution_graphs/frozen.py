@@ -1,5 +1,4 @@
-"""Direct effects of features, errors and embeddings on features and logits, with frozen attention
-and norms.
+"""Direct effects in an attribution graph, from a run with frozen attention and norms.
 
 A model is linear if its patterns and the scales of its norms are frozen at the values of a run, and
 the outputs of its MLPs are constants: sums of active features and errors (Ameisen et al. 2025,

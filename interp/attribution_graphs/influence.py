@@ -1,5 +1,6 @@
-"""The influence of nodes in an attribution graph, and pruning, as circuit-tracer defines them
-(Ameisen et al. 2025).
+"""Influence of nodes in an attribution graph, and pruning, as circuit-tracer defines them.
+
+The definitions are in Ameisen et al. 2025.
 
 1. Take the absolute values of each row of effects, and divide the row by its sum. The results are
    the shares of the sources in the explained node.

@@ -1,5 +1,4 @@
-"""Interventions on features: compare the predictions of an attribution graph with the changes in
-the model.
+"""Interventions on features: compare predictions of a graph with changes in the model.
 
 1. A changed feature changes a target by `change * effect / activation` if all other features are
    frozen. These are the direct changes.

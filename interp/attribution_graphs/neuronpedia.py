@@ -1,5 +1,6 @@
-"""Read and write nodes of attribution graphs in Neuronpedia's JSON, in the variants of
-circuit-tracer, Neuronpedia, Anthropic and this package.
+"""Read and write nodes of attribution graphs in Neuronpedia's JSON.
+
+Files of circuit-tracer, Neuronpedia, Anthropic and this package can be read.
 
 The format has features, errors, tokens and logits. Positions and constants are written as
 embeddings with special names. The programs use different names for nodes, so nodes that are read

@@ -1,5 +1,6 @@
-"""Values of a frozen run that attention, transcoders and the unembedding read, and linear functions
-of these values.
+"""Values of a frozen run that attention, transcoders and the unembedding read.
+
+Linear functions of these values are here too.
 """
 
 from typing import NamedTuple

@@ -1,5 +1,4 @@
-"""Targets of an attribution graph: likely tokens, chosen tokens, differences of logits, the tokens
-of an answer, the contrast of two answers, and features.
+"""Targets of an attribution graph: tokens, differences of logits, answers and features.
 
 `promoted_tokens` returns the tokens that features promote.
 """

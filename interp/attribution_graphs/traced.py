@@ -1,6 +1,4 @@
-"""The class AttributionGraph: direct effects of features, errors and embeddings, and the analyses
-of these effects.
-"""
+"""The class AttributionGraph: direct effects of features on logits, and their analyses."""
 
 import math
 from collections.abc import Mapping, Sequence

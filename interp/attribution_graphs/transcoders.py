@@ -1,6 +1,4 @@
-"""Transcoders by layer: dictionaries, with the decoders of their features to this layer and to
-later layers.
-"""
+"""Transcoders by layer, with the decoders of their features to this and to later layers."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -1,6 +1,4 @@
-"""The command `features`: active features of a dictionary in a text, and the tokens that they
-promote.
-"""
+"""The command `features`: active features of a dictionary in a text, and their promoted tokens."""
 
 import argparse
 import warnings

@@ -1,5 +1,4 @@
-"""Differences between two models with the same points, such as a model before and after a
-fine-tuning.
+"""Differences between two models with the same points, such as before and after fine-tuning.
 
 Read `change` first: `compare_models` and its result. `twins` checks and runs the two models;
 `interp.runs.adapters` makes two models of one model with an adapter. `streams` measures predictions

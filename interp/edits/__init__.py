@@ -1,5 +1,4 @@
-"""Edits: immutable descriptions of changes of activations, for hooks, generation, sweeps and
-circuits.
+"""Edits: immutable changes of activations, for hooks, generation, sweeps and circuits.
 
 Axis names select the part that changes: `edits.zero(head=3, pos=slice(4, None))`. An index is an
 integer, a slice, a list, a mask, or all but some indices, `head=all_but(7, 9)`. With several axes,

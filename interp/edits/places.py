@@ -1,5 +1,4 @@
-"""Places: the part of an activation that an edit changes, without padded keys, and the part of its
-source that takes its place.
+"""Places: the part of an activation that an edit changes, without padded keys, and its source.
 
 `edits.replace(source, head=1, pos=-1)` at `attn.z`, [2, 5, head, d_head], of two texts. The first
 text has 2 columns of padding on the right, so its last token is in column 2; the last token of the

@@ -1,5 +1,4 @@
-"""Sparse autoencoders and transcoders: load them from any format, splice them into any model, and
-measure them.
+"""Sparse autoencoders and transcoders: load them, splice them into models, and measure them.
 
 Read `activations` and `dictionary` (dictionaries of one layer) first. `transcoders` (of several
 layers), `cross_layer`, `crosscoder` (of several models or layers), `matching_pursuit` and

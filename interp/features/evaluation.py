@@ -1,5 +1,4 @@
-"""Scores of dictionaries: the quality of the reconstruction, the loss of the model with it, and the
-sparsity.
+"""Scores of dictionaries: quality of reconstruction, loss of the model, and sparsity.
 
 1. In the first pass over the texts, run the model, and encode and decode the values that each
    dictionary reads. The explained variance and the number of active features follow from sums over

@@ -1,6 +1,4 @@
-"""Figures for papers, with matplotlib: effects, estimates over exact effects, faithfulness over
-circuit size, lines.
-"""
+"""Figures for papers, with matplotlib: effects, estimates, faithfulness and lines."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,6 @@
-"""Pictures of pairs of texts, dictionaries and scores of dictionaries, for the `view()` of these
-objects.
+"""Pictures of pairs of texts, dictionaries and scores of dictionaries.
+
+The method `view()` of these objects returns them.
 """
 
 from typing import Any

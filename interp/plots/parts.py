@@ -1,6 +1,4 @@
-"""Parts of pictures in the form that the script reads: axes, tables, and notes about parts that are
-not drawn.
-"""
+"""Parts of pictures in the form that the script reads: axes, tables and notes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

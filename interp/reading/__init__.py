@@ -1,5 +1,4 @@
-"""Analyses that read the cache of a run, `analysis(model, cache)`, and lenses that are fitted to
-texts.
+"""Analyses that read the cache of a run, `analysis(model, cache)`, and fitted lenses.
 
 Two files are shared by several analyses. Read `components` (the vectors that each part of a model
 adds to the stream) before `decompose`, `logit_attribution` and `attending`. Read `affine` (maps of

@@ -1,5 +1,6 @@
-"""The common part of lenses: an affine map of each layer's stream, which is checked against its
-model and saved to disk.
+"""The common part of lenses: an affine map of each layer's stream.
+
+The map is checked against its model and saved to disk.
 """
 
 import os

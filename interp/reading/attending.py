@@ -1,5 +1,4 @@
-"""Explain an attention score: write it as a sum over pairs of sources, one source of the query and
-one source of the key.
+"""Explain an attention score: a sum over pairs of a source of the query and a source of the key.
 
 With the scales of norms fixed as in the run, a head's query and key are sums over the outputs of
 earlier parts of the model. Their product is therefore a sum over pairs (Kamath et al. 2025,

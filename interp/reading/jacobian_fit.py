@@ -1,5 +1,4 @@
-"""The Jacobian lens: the stream of a layer, mapped to the final stream by the mean Jacobian between
-them.
+"""Fit the Jacobian lens: the mean Jacobian from the stream of each layer to the final stream.
 
 1. Run a text, and record the autograd graph from the stream entering the first block to the final
    stream.

@@ -1,5 +1,4 @@
-"""Direct logit attribution: logits as sums over a model's parts, or logits of the stream up to each
-layer.
+"""Direct logit attribution: logits as sums over a model's parts, or up to each layer.
 
 1. Take the values of each part from the cache: embeddings, `z` of heads, outputs of MLPs or
    activations of neurons, and biases.

@@ -1,6 +1,4 @@
-"""The weights of attention heads as they act on the stream, with the surrounding norms
-folded in.
-"""
+"""The weights of attention heads as they act on the stream, with norms folded in."""
 
 from typing import Any
 

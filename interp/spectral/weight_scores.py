@@ -1,6 +1,4 @@
-"""Scores of heads from weights: composition with later heads, copying of tokens, and attention by
-position.
-"""
+"""Scores of heads from weights: composition, copying of tokens, attention by position."""
 
 from typing import Literal
 

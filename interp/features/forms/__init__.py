@@ -1,5 +1,4 @@
-"""Formats in which libraries and releases publish dictionaries: the files of each format and its
-reader.
+"""Formats of published dictionaries: the files of each format and its reader.
 
 Read `common` first: it contains functions for all readers. Each other file reads the formats of one
 library or release.

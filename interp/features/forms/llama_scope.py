@@ -1,5 +1,6 @@
-"""Read dictionaries of Llama Scope and Llama Scope R1, in the formats of OpenMOSS' library
-Language-Model-SAEs.
+"""Read dictionaries of Llama Scope and Llama Scope R1.
+
+The library Language-Model-SAEs of OpenMOSS writes their formats.
 """
 
 from collections.abc import Mapping, Set
