@@ -81,7 +81,7 @@ class Recorder:
     stops: bool = False
     joined: bool = False
     unkept: Container[str] = ()
-    memory_of_others: Container[int] | None = None
+    memory_of_others: Collection[int] | None = None
     bound: Bound | None = None
     values: dict[str, Tensor] = dataclasses.field(init=False, default_factory=dict)
     axes: dict[str, tuple[str, ...]] = dataclasses.field(init=False)

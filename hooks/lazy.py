@@ -13,7 +13,7 @@ from hooks.base.transfer import Copies, private
 from hooks.capture import Recorder
 from hooks.names import Blocks
 from hooks.point import Point
-from hooks.replay import BlockCall, require_reproduced
+from hooks.replay import BlockCall, SecondRun, require_reproduced
 from hooks.session import Edits
 
 T = TypeVar("T")
@@ -90,10 +90,7 @@ class LazyValues(Mapping[str, Tensor]):
             if name not in values:
                 call = self._calls_by_name[name]
                 missing.setdefault(call, {})[name] = call.points[name]
-        seconds = [
-            call.run_again(points, self._edits, self._run.options)
-            for call, points in missing.items()
-        ]
+        seconds = [self._run_again(call, points) for call, points in missing.items()]
         require_reproduced(seconds)
         for second in seconds:
             values |= second.values
@@ -112,12 +109,17 @@ class LazyValues(Mapping[str, Tensor]):
                 value = self.several([name])[name]
             else:
                 call = self._calls_by_name[name]
-                second = call.run_again({name: call.points[name]}, self._edits, self._run.options)
+                second = self._run_again(call, {name: call.points[name]})
                 value = self._changed(name, second.values.pop(name))
                 seconds.append(second)
             results.append(function(value))
         require_reproduced(seconds)
         return results
+
+    def _run_again(self, call: BlockCall, points: Mapping[str, Point]) -> SecondRun:
+        """Run a block again, and record some of its points."""
+        run = self._run
+        return call.run_again(points, self._edits, run.options, run.memory_of_others)
 
     def by_block(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all names with their values.

@@ -18,7 +18,7 @@ Storing inputs and recomputing the rest is the idea of activation checkpointing 
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -31,7 +31,7 @@ from hooks.base.errors import CacheError, HookError
 from hooks.base.memory import Bound
 from hooks.base.transfer import Copies
 from hooks.beside import unwatched
-from hooks.capture import Recorder
+from hooks.capture import Recorder, memory_in
 from hooks.modes import Options
 from hooks.point import Point, inside
 from hooks.session import Edits, Session, hooks_disabled
@@ -191,7 +191,13 @@ class BlockCall:
         return self._inputs + self._output
 
     @_torch.without_gradients
-    def run_again(self, points: Mapping[str, Point], edits: Edits, options: Options) -> "SecondRun":
+    def run_again(
+        self,
+        points: Mapping[str, Point],
+        edits: Edits,
+        options: Options,
+        memory_of_others: Collection[int] | None = None,
+    ) -> "SecondRun":
         """Run the block on its stored arguments, under the edits of the first run.
 
         The result has the values. They may be wrong until `require_reproduced` has compared the
@@ -201,13 +207,17 @@ class BlockCall:
             points: the block's points to record.
             edits: the edits of the first run, anywhere in the model.
             options: the options for the values.
+            memory_of_others: the memory of weights and arguments in the first run; see `Recorder`.
+                Default: None, so that every value is copied.
 
         Raises:
             CacheError: if a weight has changed since the run.
         """
         if _torch.marks(self.block) != self._state:
             raise _changed(self.name)
-        recorder = Recorder(points, options)
+        if memory_of_others is not None:
+            memory_of_others = {*memory_of_others, *memory_in(self._inputs)}
+        recorder = Recorder(points, options, memory_of_others=memory_of_others)
         with real_tensors(self):
             precision = self._precision()
             output = self._replayed(edits, recorder)

@@ -12,7 +12,7 @@ A cached run takes these steps:
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -613,7 +613,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         self._has_warned |= draws.warn(f"the {type(self.model).__name__}")
         return output
 
-    def _memory_of_others(self, options: Options, args: Any, kwargs: Any) -> Container[int] | None:
+    def _memory_of_others(self, options: Options, args: Any, kwargs: Any) -> Collection[int] | None:
         """Return the memory of the arguments and weights, or None if every value must be copied.
 
         See `memory_of_others` in `Recorder`.

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Identity
 from hooks.base import Component, require_kind
+from hooks.shared import is_listened_to
 from models.checks import should_read
 from models.config import TransformerConfig
 from models.dot_product import SoftCap, require_room_for_scores, softmax
@@ -154,7 +155,10 @@ class Attention(QueryKeyValueWeights, Component):
         scores = einsum(q, k, "b g n i d, b g j d -> b g n i j")
         scores = self.cap(self.scores(scores.flatten(1, 2)))  # [b, h, i, j]
         visible = dense(mask, scores.shape[2:], scores.device)  # [b or 1, h or 1, i or 1, j]
-        pattern = self.pattern(softmax(torch.where(visible, scores, -torch.inf)))  # [b, h, i, j]
+        # Without a mask, each query sees itself, unless an edit sets this score to -inf.
+        may_lack_keys = mask is not None or is_listened_to(self.scores)
+        pattern = softmax(torch.where(visible, scores, -torch.inf), may_lack_keys)
+        pattern = self.pattern(pattern)  # [b, h, i, j]
         weights = self.pattern_dropout(pattern).unflatten(1, q.shape[1:3])  # [b, g, n, i, j]
         z = einsum(weights, v, "b g n i j, b g j d -> b g n i d")
         return z.flatten(1, 2)  # [b, h, i, d]

@@ -96,11 +96,17 @@ def causal_mask(pos: int, device: torch.device | str | None = None) -> Bool[Tens
     return torch.ones(pos, pos, dtype=torch.bool, device=device).tril()
 
 
-def softmax(scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
-    """Return the softmax over keys.
+def softmax(
+    scores: Float[Tensor, "*axes key"], may_lack_keys: bool = True
+) -> Float[Tensor, "*axes key"]:
+    """Return the softmax over keys. It may write into `scores`.
 
-    Rows that contain only -inf become zeros. It may write into `scores`.
+    Args:
+        scores: the masked scores.
+        may_lack_keys: whether a row may contain only -inf. Such rows become zeros. Default: True.
     """
+    if not may_lack_keys:
+        return torch.softmax(scores, -1, out=scores if is_unwatched(scores) else None)
     first = scores[..., :1]
     unseen = first == -torch.inf
     # A row without keys would give NaN, also in the gradient. So the first key always gets a score

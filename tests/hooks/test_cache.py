@@ -189,8 +189,10 @@ def test_a_lazy_cache_is_saved_with_the_values_of_one_block_in_memory(
         assert all(reference.expired() for reference in computed)
         read = several(values, names)
         held = {value.untyped_storage().data_ptr() for value in values.held()}
-        new = [value.untyped_storage() for value in read.values()]
-        new = [memory for memory in new if memory.data_ptr() not in held]
+        # Queries, keys and values are views of one tensor.
+        storages = [value.untyped_storage() for value in read.values()]
+        memories = {storage.data_ptr(): storage for storage in storages}
+        new = [memory for pointer, memory in memories.items() if pointer not in held]
         computed.extend(map(StorageWeakRef, new))
         sizes.append(sum(map(len, new)))
         return read

@@ -553,6 +553,31 @@ def test_other_kernels_under_hooks_are_no_change_if_they_give_the_same_twice():
             assert torch.equal(lazy["inner", 0], x)
 
 
+class Passing(nn.Module):
+    """A block with its argument and its weight as points."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([5.0, 7.0, 11.0]))
+        self.x, self.scale = HookPoint("batch d_model"), HookPoint("d_model")
+
+    def forward(self, x):
+        return self.x(x) * self.scale(self.weight)
+
+
+@uncomputed
+@pytest.mark.parametrize("point", ["x", "scale"])
+def test_a_write_into_a_value_that_was_read_changes_no_later_read(point):
+    """The model declares that it overwrites no values, so only these two values are copied."""
+    model = OneBlock(Passing()).eval()
+    model.overwrites_values = False
+    _, lazy = HookedRunner(model).run_with_cache(X, lazy=True)
+    expected = {"x": X.clone(), "scale": torch.tensor([5.0, 7.0, 11.0])}
+    lazy[point, 0].zero_()
+    lazy.drop()
+    assert torch.equal(lazy[point, 0], expected[point])
+
+
 class Counting(nn.Module):
     """A block that counts its calls in its argument."""
 
