@@ -28,6 +28,7 @@ from interp.graph import Graph
 from interp.inputs.copies import digests, groups, groups_of_cache, numbered
 from interp.reading.experts import expert_load
 from tests.pretended import DEVICE, Devices
+from tests.reference import variant
 from tests.shipped import pydoc
 from tests.streams import made
 
@@ -261,8 +262,8 @@ def test_texts_of_a_cache_that_differ_in_more_than_tokens_are_no_copies():
 
 
 def test_the_error_of_a_jacobian_lens_counts_copies_once():
-    model = pydoc()
-    texts = ["def f(x): ret", "class A: pas", "import os, sy"]
+    model = variant("pre", n_layers=2)
+    texts = [[4, 9, 1, 16, 3], [7, 2, 20, 11, 6], [0, 13, 5, 5, 8]]
     once, twice = (jacobian_lens(model, texts * n, skip=3) for n in (1, 2))
     assert (once.n_texts, twice.n_texts) == (3, 6)
     torch.testing.assert_close(twice.weight, once.weight)
@@ -270,7 +271,7 @@ def test_the_error_of_a_jacobian_lens_counts_copies_once():
     # The effective number of texts that occur 3, 1 and 1 times is 5² / (9 + 1 + 1).
     uneven = jacobian_lens(model, [*texts, *texts[:1] * 2], skip=3)
     assert uneven.n_different == pytest.approx(25 / 11)
-    others = jacobian_lens(model, ["return x", "yield from", "part KV8"], skip=3)
+    others = jacobian_lens(model, [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5], [2, 7, 1, 8, 2]], skip=3)
     both = uneven.merged(others)
     assert both.n_different == pytest.approx(64 / (11 + 3))
     alone = jacobian_lens(model, texts[:1] * 4, skip=3)
