@@ -17,7 +17,7 @@ def run(options: argparse.Namespace) -> None:
         model,
         text,
         load_any(options.transcoders),
-        targets=_targets(options.target),
+        targets=_targets(options),
         max_features=options.max_features,
         attention=options.attention,
     )
@@ -32,8 +32,13 @@ def run(options: argparse.Namespace) -> None:
     print_or_write(options, text, pruned.as_json())
 
 
-def _targets(texts: list[str] | None) -> int | str | list[str]:
-    """Return the targets of a graph: the default number, one answer, or several tokens."""
+def _targets(options: argparse.Namespace) -> int | str | tuple[str, ...] | list[str]:
+    """Return the targets of a graph: the default number, one answer, two answers, or tokens."""
+    texts: list[str] = options.target or []
+    if options.answers:
+        if texts:
+            raise ValueError(f"--target must be left out with --answers; got {' '.join(texts)}")
+        return tuple(options.answers)
     if not texts:
         return 10
     return texts[0] if len(texts) == 1 else texts

@@ -350,7 +350,12 @@ def test_the_command_writes_the_page_and_the_file(graph, pruned, tmp_path, capsy
     data = json.loads(capsys.readouterr().out)
     kinds, labels = (data["tables"][f"node.{name}"]["values"] for name in ("kind", "label"))
     assert [*zip(kinds, labels, strict=True)].count(("logit", "8")) == kinds.count("logit") == 1
+    few = ["--max-features", "3", "--json"]
+    assert main(["trace", "--prompt", TEXT, "--answers", "8", "V", *few]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert "8 - V" in data["tables"]["node.label"]["values"]
     for wrong in (
+        ["--target", "x", "--answers", "8", "V"],
         ["--target", "x", "--target", "xy"],
         ["--nodes", "2"],
         ["--transcoders", "pydoc-4l/resid_post"],
