@@ -254,8 +254,7 @@ def weights_of(model: nn.Module, *, with_adapter: bool) -> dict[str, Weight]:
     Raises:
         ValueError: if weights are quantized, because packed numbers are not weights.
     """
-    config = getattr(model, "config", None)
-    if getattr(config, "quantization_config", None) is not None:
+    if _is_packed(model):
         raise ValueError(
             "weights must not be quantized, because they are subtracted; got a "
             f"{type(model).__name__} with a quantization_config (load both models without "
@@ -282,6 +281,18 @@ def weights_of(model: nn.Module, *, with_adapter: bool) -> dict[str, Weight]:
                 weight = Weight(modules[owner], saved)
         weights[_plain_name(name)] = weight
     return weights
+
+
+def _is_packed(model: nn.Module) -> bool:
+    """Return True if the parameters of a model are packed numbers.
+
+    `transformers` unpacks the weights of a GGUF file, but the config still names the file's form.
+    """
+    settings: Any = getattr(getattr(model, "config", None), "quantization_config", None)
+    if settings is None:
+        return False
+    as_mapping = settings if isinstance(settings, Mapping) else vars(settings)
+    return as_mapping.get("quant_method") != "gguf"
 
 
 def _plain_name(name: str) -> str:
