@@ -50,6 +50,10 @@ def why(
     """
     require_choice("through", through, ("paths", "writers"))
     if through == "writers":
+        if not run.branches.is_single:
+            raise ValueError(
+                "through must be 'paths' in a graph of two answers of several tokens; got 'writers'"
+            )
         return attention_attribution(run.graph.model, run.cache, *place, k=k)
     layer, _ = checked_head(run.graph, place.head)
     scores = run.scores_of(layer)

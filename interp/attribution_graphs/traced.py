@@ -292,8 +292,8 @@ class AttributionGraph(plots.Shown):
             names of nodes, and their words are the labels of nodes.
 
         Raises:
-            ValueError: if the head or a position does not exist, `through` has another value, or k
-                is below 1.
+            ValueError: if the head or a position does not exist, `through` has another value, k is
+                below 1, or `through` is `writers` in a graph of two answers of several tokens.
         """
         return why(
             self.run,

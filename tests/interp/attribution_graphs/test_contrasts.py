@@ -162,6 +162,12 @@ def test_attention_and_interventions_equal_runs_of_each_answer_alone():
     result = graph.intervene({changed.id: 0.0})
     assert float(result.true[0]) == pytest.approx(true_change, rel=1e-9)
     assert abs(true_change) > 1e-3
+    # The score of a query of the wrong answer and a key of the text, in the run of this answer.
+    _, cache = HookedRunner(model).run_with_cache(row_of(WRONG), mode="full")
+    score_of_pair = graph.attention((1, 2), query=-1, key=1).values.sum()
+    assert float(score_of_pair) == pytest.approx(float(cache["scores", 1][0, 2, -1, 1]), rel=1e-9)
+    with pytest.raises(ValueError, match="through must be 'paths'"):
+        graph.attention((1, 2), through="writers")
 
 
 def test_answers_that_differ_in_one_token_are_a_difference_of_logits():
