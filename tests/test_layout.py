@@ -258,17 +258,17 @@ def test_help_begins_with_a_signature_that_a_person_can_read(module):
 
 # Both cases run in one process, to test that calls are counted anew in each test.
 @pytest.mark.xdist_group("shapes")
-@pytest.mark.parametrize("again", [False, True])
-def test_a_wrong_shape_is_an_error_in_tests(again):
+@pytest.mark.parametrize("wrong", ["axes", "dtype"])
+def test_a_wrong_shape_is_an_error_in_tests(wrong):
     from hooks import HookedRunner
     from models import Transformer, TransformerConfig
 
     config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=1, d_model=4)
     model = Transformer(config).eval()
     cache = HookedRunner(model).capture(torch.tensor([[3, 1]]), names="blocks.0.resid_post")
-    for wrong in (cache["resid_post", 0][0], torch.tensor([[3, 1]])):
-        with pytest.raises(jaxtyping.TypeCheckError):
-            model.unembed(wrong)
+    value = cache["resid_post", 0][0] if wrong == "axes" else torch.tensor([[3, 1]])
+    with pytest.raises(jaxtyping.TypeCheckError):
+        model.unembed(value)
     for _ in range(9):
         model.unembed(cache["resid_post", 0])
 
