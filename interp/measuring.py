@@ -1,5 +1,7 @@
 """Measurement with a metric: from the logits that the metric reads to one number per example."""
 
+import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,8 +26,9 @@ Metric = Callable[[Float[Tensor, "batch pos vocab"]], Shaped[Tensor, " batch"]]
 If the function has an attribute `last`, it reads that many of the last real positions. Analyses
 then compute only the logits of these positions, and call the function with logits [batch, last,
 vocab]. Without the attribute, or if it is 0, they call the function with all positions. An
-attribute `unit` names the unit. If the function contains data of single examples, a method
-`rows(numbers)` returns the metric of some examples; `Pairs[...]` and `over_examples` call it.
+attribute `unit` names the unit; see `unit_of`. If the function contains data of single examples, a
+method `rows(numbers)` returns the metric of some examples; `Pairs[...]` and `over_examples` call
+it.
 """
 
 Writer = Callable[[Any], Any]
@@ -33,6 +36,36 @@ Writer = Callable[[Any], Any]
 
 
 _LOGITS_HINT = "model(texts) gives them"
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")
+
+
+def name_of(metric: Metric) -> str:
+    """Return the name of a function, or the description of another metric.
+
+    The name is the same in every process, so it contains no address of an object in memory.
+
+    >>> def first_logit(logits):
+    ...     return logits[:, -1, 0]
+    >>> name_of(first_logit)
+    'first_logit'
+    """
+    if inspect.isfunction(metric):
+        return metric.__name__
+    return _ADDRESS.sub("", repr(metric))
+
+
+def unit_of(metric: Metric) -> str:
+    """Return the unit of a metric: its attribute `unit`, or the name of the function.
+
+    >>> def first_logit(logits):
+    ...     return logits[:, -1, 0]
+    >>> unit_of(first_logit)
+    'values of first_logit'
+    >>> first_logit.unit = "logits"
+    >>> unit_of(first_logit)
+    'logits'
+    """
+    return getattr(metric, "unit", "") or f"values of {name_of(metric)}"
 
 
 @dataclass(frozen=True, eq=False)

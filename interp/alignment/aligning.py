@@ -33,6 +33,7 @@ from interp.alignment.runs import InterchangeRuns, Scores
 from interp.features.places import warn_of_place
 from interp.inputs.copies import numbered
 from interp.json_form import Table, form
+from interp.measuring import name_of, unit_of
 from interp.numbers.intervals import interval_text
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.results.result import Result
@@ -263,7 +264,7 @@ def align(
             learned[name, position] = part
             scores += [control(place, part) for control in _CONTROLS.values()]
     labels: dict[str, Sequence[Any]] = {"control": [*_CONTROLS], "point": points, "pos": positions}
-    about = {"site": site, "direction": direction, "metric": repr(tested.metric), "k": k}
+    about = {"site": site, "direction": direction, "metric": name_of(tested.metric), "k": k}
     accuracy, metric = _results(scores, labels, about=about, tested=tested, base=place.test.base)
     return Alignment(featurizers=learned, accuracy=accuracy, metric=metric, losses=losses)
 
@@ -297,7 +298,7 @@ def _results(
         accuracy,
         values=_by_label([score.effect for score in scores], labels),
         base=base,
-        unit=getattr(tested.metric, "unit", ""),
+        unit=unit_of(tested.metric),
         bounds=None,
     )
     return accuracy, metric

@@ -29,6 +29,7 @@ from interp.alignment.featurizers import Featurizer
 from interp.alignment.runs import InterchangeRuns
 from interp.edits.subspaces import orthonormal
 from interp.json_form import Table, form
+from interp.measuring import unit_of
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.results.result import Result
 from interp.runs.runs import Runs
@@ -207,7 +208,7 @@ def null_spaces(
         ("through", "example"),
         site.base,
         labels={"through": [*parts]},
-        unit=getattr(runs.metric, "unit", ""),
+        unit=unit_of(runs.metric),
         groups=runs.groups,
     )
     return NullSpaces(effects)

@@ -34,6 +34,7 @@ from interp.directions.finding import difference_of_means
 from interp.directions.steering import steering_curve
 from interp.inputs.texts import text_for
 from interp.kinds import require_made
+from interp.measuring import name_of, unit_of
 from interp.runs.runs import Runs
 from interp.runs.sweep import effects_of_edits
 
@@ -104,7 +105,7 @@ class DirectionContent(Content):
         own = self._direction(trial.model)
         runs = Runs(trial.model, trial.fresh.clean_only())
         sign = 1 if self.moves > 0 else -1
-        unit = getattr(runs.metric, "unit", "")
+        unit = unit_of(runs.metric)
         changes = self._changes(runs, [own, own * -1.0])
         randoms = self._changes(runs, [_random(own, seed) for seed in trial.seeds])
         mislabelled = self._changes(runs, self._mislabelled(trial, own))
@@ -177,8 +178,8 @@ class DirectionContent(Content):
     def about(self, trial: Trial) -> Mapping[str, str]:
         """Return facts about the metric."""
         runs = Runs(trial.model, trial.fresh.clean_only())
-        unit = getattr(runs.metric, "unit", "") or "no unit"
-        return {"metric": f"{runs.metric!r}, in {unit}; base: the model without the direction"}
+        metric = f"{name_of(runs.metric)}, in {unit_of(runs.metric)}"
+        return {"metric": f"{metric}; base: the model without the direction"}
 
     def packed(self) -> dict[str, Any]:
         """Return the content as JSON types."""

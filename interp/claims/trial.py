@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hooks.base import is_cancelled, without_gradients
 from interp.claims.verdict import Bounds, Test
 from interp.features.dictionary import Dictionary
-from interp.measuring import measure
+from interp.measuring import measure, name_of, unit_of
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.protocol import logits_of
 from interp.results.result import Result, shares_of
@@ -178,7 +178,7 @@ class Behaviour:
     @property
     def unit(self) -> str:
         """The unit of the metric."""
-        return getattr(self.runs.metric, "unit", "")
+        return unit_of(self.runs.metric)
 
     def share(self, values: Float[Tensor, " example"]) -> Result:
         """Return differences of the metric as shares of the behaviour."""
@@ -194,7 +194,7 @@ class Behaviour:
         numbers = (
             f"base {float(self.corrupted.mean()):+.4g}, target {float(self.clean.mean()):+.4g}"
         )
-        return {"metric": f"{self.runs.metric!r}, {numbers}, in {self.unit or 'no unit'}"}
+        return {"metric": f"{name_of(self.runs.metric)}, {numbers}, in {self.unit}"}
 
 
 def shuffled_weights(trial: Trial) -> Test:

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -198,6 +197,4 @@ def _misses(
 
 def _fact(result: Result, name: str) -> str:
     """Return an attribute of a result, or an entry of `about`, as text."""
-    fact = getattr(result, name, result.about.get(name, "none"))
-    # The text of a function contains its address, which differs between processes.
-    return re.sub(" at 0x[0-9a-f]+", "", str(fact))
+    return str(getattr(result, name, result.about.get(name, "none")))

@@ -40,6 +40,7 @@ from interp.measuring import (
     in_words,
     last_of,
     metric_for,
+    name_of,
 )
 from interp.metrics import accuracy, log_prob, logit_diff
 from interp.pairs.answers import (
@@ -617,7 +618,7 @@ class Pairs(plots.Shown):
             tables["corrupted"] = Table(self.other.listed(), "example")
         about: dict[str, Any] = {"solved_of": self.solved_of, "spans": [*self.spans]}
         if self._metric is not None or self.answers is not None:
-            about["metric"] = repr(self.metric)
+            about["metric"] = name_of(self.metric)
         return form("Pairs", tables, about)
 
     def __repr__(self) -> str:

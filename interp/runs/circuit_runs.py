@@ -14,6 +14,7 @@ from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
 from interp.inputs.parts import finished, part_now
 from interp.kinds import require_made
+from interp.measuring import name_of
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.results.result import Result, shares_of
 from interp.runs.masked import CircuitSource, MaskedRuns
@@ -84,7 +85,7 @@ class CircuitRuns(MaskedRuns):
             base=self.none,
             target=self.whole,
             labels={axis: tuple(labels)},
-            about={"metric": repr(self.runs.metric)},
+            about={"metric": name_of(self.runs.metric)},
             groups=self.runs.groups,
         )
         return finished(effects, as_shares)

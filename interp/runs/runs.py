@@ -11,7 +11,7 @@ from hooks import ActivationCache, HookedRunner, Hooks
 from hooks.base import Text, Texts, require_choice, require_kind, to_device, without_gradients
 from interp.inputs.copies import digests, groups
 from interp.kinds import require_made
-from interp.measuring import Metric, measure
+from interp.measuring import Metric, measure, name_of, unit_of
 from interp.metrics import kl_divergence
 from interp.pairs.answers import per_example, prompts_of_rows
 from interp.pairs.pairs import Pairs, PatchingDirection
@@ -228,7 +228,7 @@ class Runs:
             about: more facts.
         """
         words = self._words(labels) if has_words else {}
-        facts: dict[str, Any] = {"metric": repr(self.metric)}
+        facts: dict[str, Any] = {"metric": name_of(self.metric)}
         if self.direction is not None:
             facts |= {"direction": self.direction, "texts": self.digests}
         if self.source_model is not None:
@@ -242,7 +242,7 @@ class Runs:
             base=self.per_example(base),
             target=None if target is None else to_device(self.per_example(target), base.device),
             labels=labels,
-            unit=getattr(self.metric, "unit", ""),
+            unit=unit_of(self.metric),
             about=facts | about,
             words=words,
             groups=self.groups,

@@ -1,5 +1,6 @@
 """Metrics, compared with NumPy in float64, also on padded texts."""
 
+import functools
 import pickle
 
 import numpy as np
@@ -7,7 +8,16 @@ import pytest
 import torch
 
 from hooks.base import columns_of_last
-from interp import accuracy, cross_entropy, kl_divergence, log_prob, logit_diff, rank
+from interp import (
+    Pairs,
+    accuracy,
+    activation_patching,
+    cross_entropy,
+    kl_divergence,
+    log_prob,
+    logit_diff,
+    rank,
+)
 from interp.measuring import evaluate, last_of, measure, per_run
 from tests.shipped import pydoc
 
@@ -304,3 +314,33 @@ def test_a_metric_in_words_can_be_sent_to_another_process(logits):
     expected = log_prob([model.to_id(word) for word in "tsc"], pos=-2)
     wide = torch.randn(BATCH, POS, model.config.vocab_size)
     assert torch.equal(metric.read(model)(wide), expected(wide))
+
+
+class Token:
+    def __call__(self, logits):
+        return logits[:, -1, 5]
+
+
+def times(factor, logits):
+    return factor * logits[:, -1, 5]
+
+
+def token(logits):
+    return logits[:, -1, 5]
+
+
+@pytest.mark.parametrize(
+    ("metric", "name"),
+    [
+        (token, "token"),
+        (functools.partial(times, 2), "functools.partial(<function times>, 2)"),
+        (Token(), f"<{__name__}.Token object>"),
+    ],
+    ids=["function", "partial", "class"],
+)
+def test_a_metric_without_a_unit_is_named_by_the_result(metric, name):
+    """The name contains no address, so it is the same in another process."""
+    result = activation_patching(pydoc(), Pairs("if x in", "if x is", metric=metric), "resid_post")
+    assert result.about["metric"] == name
+    assert result.unit == f"values of {name}"
+    assert f"in values of {name}" in repr(result).splitlines()[0]

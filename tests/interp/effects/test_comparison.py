@@ -84,11 +84,6 @@ def test_other_places_are_refused(match, other):
         compare_effects(result(drawn(1), direction="noising", site="q"), other)
 
 
-def test_a_function_is_the_same_in_another_process():
-    here, there = (result(drawn(1), metric=f"<function f at 0x7f{n}>") for n in "ab")
-    assert compare_effects(here, there).rank_correlation == pytest.approx(1)
-
-
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 def test_effects_that_are_not_finite_are_refused(number):
     wrong = drawn(1)
