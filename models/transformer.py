@@ -1,6 +1,7 @@
 """The transformer. Continue with `block.py`, then `attention.py`, `mlp.py` and `norm.py`."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Unpack
 
@@ -31,6 +32,7 @@ from models.norm import norm
 from models.positions import NoRotation, added_positions, rotary
 from models.running.context import Context, make_context
 from models.running.kvcache import KVCache
+from models.running.pieces import divided, in_pieces
 from models.running.static_cache import StaticCache
 from models.text.texts import ReadsText, read
 from models.weights import BlockWeights, tie
@@ -263,6 +265,21 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
         Input and output are on the device of the block.
         """
         return self.blocks[layer](resid, context)
+
+    def in_pieces(self, n_positions: int) -> AbstractContextManager[None]:
+        """Return a `with` in which blocks compute at most `n_positions` positions at a time.
+
+        So values inside a block need less memory. The results are equal up to rounding. A block
+        whose queries see later keys still computes all positions together.
+
+        >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=1, d_model=4)
+        >>> model, tokens = Transformer(config), torch.tensor([[3, 0, 6, 1, 2]])
+        >>> with model.in_pieces(2):
+        ...     logits = model(tokens)
+        >>> torch.allclose(logits, model(tokens), atol=1e-6)
+        True
+        """
+        return in_pieces(self.blocks, n_positions, divided)
 
     def unembed(
         self, resid: Float[Tensor, "batch pos d_model"]

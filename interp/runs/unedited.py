@@ -148,6 +148,11 @@ class Unedited:
         """Record the output of a block."""
         self._stage = layer + 0.5
         self._outputs.append(next(tensors_in(output), None))
+        if len(self.past[layer]) > 2:
+            # The block computed some positions at a time: the keys of a piece, its values, the keys
+            # of the next piece, and so on.
+            keys, values = self.past[layer][::2], self.past[layer][1::2]
+            self.past[layer] = [torch.cat(keys, 2), torch.cat(values, 2)]
         if self._keep_streams is not None and self._calls[layer]:
             self._free(layer, is_kept=layer in self._keep_streams)
 
@@ -197,13 +202,21 @@ class Unedited:
             set().union(*self.stages.values()) <= possible_stages
             and all(hasattr(context, "repeated") for context in self.contexts)
             and all(hasattr(context, "after") for context in self.contexts)
-            and all(len(tensors) == self._n_past for tensors in self.past)
+            and all(map(self._is_whole, self.past))
             and self._is_intact
             # If a block changes its input stream in place, the recorded stream is wrong.
             and all(version(stream) == before for _, _, stream, before in calls)
             and all(hasattr(language, step) for step in ("input_resid", "run_block", "unembed"))
             and self._steps_are_close()
         )
+
+    def _is_whole(self, tensors: Sequence[Tensor]) -> bool:
+        """Return True if these are the keys and values of a block, once at each position.
+
+        If no edited run needs keys and values, the sequence must be empty.
+        """
+        n_pos = self.batch.tokens.shape[1]
+        return len(tensors) == self._n_past and all(part.shape[2] == n_pos for part in tensors)
 
     def free_streams(self) -> None:
         """Free the streams of this run. Contexts, keys and values stay."""

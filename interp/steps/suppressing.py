@@ -7,7 +7,8 @@ The algorithm (Bogdan et al. 2025, "Thought Anchors", arXiv 2506.19143, section 
 2. For each step, block attention from all later positions to the keys of the step, in the chosen
    layers and heads. Begin after the step and at the first chosen layer, because earlier
    values do not change (`_Base._resumed`). A mask hides the keys, so the fused kernel runs, and no
-   attention pattern is formed (`_Base._contexts`).
+   attention pattern is formed (`_Base._masked`). Each block computes some positions at a time
+   (`_in_pieces`), so values inside a block exist for a piece of the text only.
 3. At each of these positions, compute the divergence of the next-token distribution from the
    unedited run. Unembed some positions at a time (`_Base.divergences`).
 4. Average the divergences over the tokens of each later step (`_means`).
@@ -15,6 +16,8 @@ The algorithm (Bogdan et al. 2025, "Thought Anchors", arXiv 2506.19143, section 
 
 import fnmatch
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from torch import Tensor, nn
 from hooks import HookedRunner
 from hooks.base import (
     at_least_float32,
+    peak_bytes,
     progress_of,
     require_kind,
     shows_progress,
@@ -35,7 +39,7 @@ from interp import edits
 from interp.edits import Edit
 from interp.kinds import require_made
 from interp.numbers.precision import divergence
-from interp.protocol import is_of_text, logits_of, n_logits, runner_of
+from interp.protocol import is_of_text, logits_of, n_logits, of, runner_of
 from interp.results.result import Result
 from interp.runs.rows import Batch, Job, acting, stacked
 from interp.runs.sweep import runs_alone
@@ -45,8 +49,17 @@ from interp.steps.stepping import Steps
 Attention = str | Sequence[str] | Mapping[int, int | Sequence[int] | None] | None
 """Points of attention such as `blocks.2.attn`, or heads by layer; None for all heads."""
 
-# The tensors [pos, vocab] that exist at the same time: logits, log-probabilities and products.
-_COPIES = 8
+# The tensors [pos, vocab] that exist at the same time: log-probabilities of two runs, and logits or
+# products of a part of the positions.
+_COPIES = 4
+
+# The number of tokens with which edits are tried.
+_TRIED = 2
+
+# A matrix product with fewer positions spends most of its time reading the weights. On an
+# accelerator, blocks with fewer positions spend most of their time starting kernels.
+_ENOUGH = 256
+_ENOUGH_ON_ACCELERATORS = 2048
 
 
 @shows_progress
@@ -56,7 +69,7 @@ def suppressed(
     steps: Steps,
     attention: Attention = None,
     *,
-    max_bytes: int = 2**26,
+    max_bytes: int = 2**25,
     progress: bool = True,
 ) -> Result:
     """Return the effect of hiding each step on each later step, in nats.
@@ -79,10 +92,13 @@ def suppressed(
         attention: the layers and heads where the step is hidden: names of points or patterns, such
             as `blocks.2.attn`; or a mapping from layers to a head, several heads or None for all
             heads. Default: all heads of all layers.
-        max_bytes: a bound on the memory of logits and their divergences, in bytes. Two streams, and
-            the keys and values of one run, are stored in addition. The attention patterns of one
-            layer are formed only in a model that cannot be resumed, or whose blocks get no mask.
-            Default: 64 MiB.
+        max_bytes: a bound on the memory of the values that are computed together, in bytes: the
+            logits of some positions with their divergences, or the values inside a block at some
+            positions. A block computes at least 256 positions together (2,048 on an accelerator).
+            Four streams, and the keys and values of one run and of one layer, are stored in
+            addition. Attention patterns are formed only in a model that cannot be resumed, and for
+            the positions of a block in an attached model with an `attention` of single heads.
+            Default: 32 MiB.
         progress: whether to show a bar after two seconds.
 
     Returns:
@@ -108,13 +124,13 @@ def suppressed(
         raise ValueError(f"steps must be at least 2; got {len(steps)}")
     runner = runner_of(model)
     heads_by_point = _heads_by_point(runner, attention)
-    n_at_once = int(max_bytes // (_COPIES * 4 * n_logits(model)))
-    if not n_at_once:
+    logits_bytes = _COPIES * 4 * n_logits(model)
+    if max_bytes < logits_bytes:
         raise ValueError(
-            f"max_bytes must be at least {_COPIES * 4 * n_logits(model):,} for the logits of one "
-            f"position; got {max_bytes:,}"
+            f"max_bytes must be at least {logits_bytes:,} for the logits of one position; got "
+            f"{max_bytes:,}"
         )
-    base = _Base(runner, steps, heads_by_point, n_at_once)
+    base = _Base(runner, steps, heads_by_point, max_bytes)
     values = torch.zeros(len(steps), len(steps), 1)
     for number in progress_of(range(len(steps) - 1), "steps", len(steps) - 1):
         values[number, :, 0] = _means(steps, base.divergences(number))
@@ -130,7 +146,7 @@ class _Base:
         runner: the runner of the model.
         steps: the text and its steps.
         heads_by_point: the points of scores to edit, with their heads; None for all heads.
-        n_at_once: the number of positions whose logits are computed together.
+        max_bytes: a bound on the memory of the values that are computed together.
 
     Raises:
         EditError: if a head does not exist.
@@ -141,22 +157,27 @@ class _Base:
         runner: HookedRunner,
         steps: Steps,
         heads_by_point: Mapping[str, list[int] | None],
-        n_at_once: int,
+        max_bytes: int,
     ) -> None:
         self.runner = runner
         self.model = runner.model
         self.spans = steps.spans
-        self.n_at_once = n_at_once
         self._heads_by_point = heads_by_point
         self._batch = Batch(steps.text, _Last())
-        self._n_heads = self._try_edits()
+        self._n_heads, block_bytes = peak_bytes(self._try_edits)
+        logits_bytes = _COPIES * 4 * n_logits(self.model)
+        self.n_at_once = int(max_bytes // logits_bytes)
+        fewest = _ENOUGH if self._batch.tokens.is_cpu else _ENOUGH_ON_ACCELERATORS
+        most = int(max_bytes // max(logits_bytes, block_bytes // _TRIED))
+        self._in_pieces = partial(_in_pieces, of(self.model), max(fewest, most))
         self._heads_by_layer: dict[int, list[int] | None] = {}
         for name, heads in heads_by_point.items():
             self._heads_by_layer[runner.points[name].layer or 0] = heads
         first = min(self._heads_by_layer)
         # A run that edits nothing forms no attention pattern. Its first position is not 0, so that
         # the keys and values are kept.
-        self._run = Unedited(runner, self._batch, [Job(0, [], pos=1)], last=1, keep=[first])
+        with self._in_pieces():
+            self._run = Unedited(runner, self._batch, [Job(0, [], pos=1)], last=1, keep=[first])
         contexts_are_causal = self._run.is_resumable() and all(
             getattr(context, "is_causal", True) for context in self._run.contexts
         )
@@ -177,7 +198,7 @@ class _Base:
             EditError: if a head does not exist.
             NeverFiredError: if the model does not reach a point.
         """
-        tokens = self._batch.tokens[:, :2]
+        tokens = self._batch.tokens[:, :_TRIED]
         with self.runner.hooks(self._hooks(range(1))):
             cache = self.runner.capture(tokens, names=[*self._heads_by_point])
         points = self.runner.points
@@ -207,12 +228,23 @@ class _Base:
         edited, unedited = self._resumed(number) if self._resumes else self._whole(number)
         for start in range(0, edited.shape[1], self.n_at_once):
             piece = slice(start, start + self.n_at_once)
-            expected = at_least_float32(self._logits(unedited[:, piece])).log_softmax(-1)
-            predicted = at_least_float32(self._logits(edited[:, piece])).log_softmax(-1)
-            # Rounding may make a divergence negative.
-            found = divergence(expected, predicted)[0].clamp(min=0)
+            found = self._divergence(edited[:, piece], unedited[:, piece])
             values[first + start : first + start + found.shape[0]] = to_device(found, values.device)
         return values
+
+    def _divergence(self, edited: Tensor, unedited: Tensor) -> Float[Tensor, " pos"]:
+        """Return the divergence of each next-token distribution from the unedited run.
+
+        Args:
+            edited, unedited: the values of some positions, after the last block.
+        """
+        expected = at_least_float32(self._logits(unedited))[0].log_softmax(-1)
+        predicted = at_least_float32(self._logits(edited))[0].log_softmax(-1)
+        # The products inside `divergence` are as large as the logits, so compute a quarter of the
+        # positions at a time.
+        quarters = map(divergence, expected.chunk(4), predicted.chunk(4))
+        # Rounding may make a divergence negative.
+        return torch.cat([*quarters]).clamp(min=0)
 
     def _logits(self, values: Tensor) -> Tensor:
         """Return the logits of a piece of a stream. The values of whole runs are logits already."""
@@ -229,7 +261,7 @@ class _Base:
         masked = self._masked(number, contexts)
         hooks = stacked([job], self._batch) if masked is None else []
         stream = self._before[:, job.pos :]
-        with self._batch.reading(job.pos), acting(hooks):
+        with self._batch.reading(job.pos), acting(hooks), self._in_pieces():
             for layer in range(min(self._heads_by_layer), len(contexts)):
                 stream = to_device(stream, self._devices[layer])
                 context = (masked or contexts)[layer]
@@ -293,6 +325,15 @@ class _Base:
         with acting(stacked([job], self._batch)):
             edited = logits_of(self.model(text.tokens, **arguments))
         return edited, self._base_logits
+
+
+def _in_pieces(language: Any, n_positions: int) -> AbstractContextManager[None]:
+    """Return a `with` in which blocks compute at most `n_positions` positions at a time.
+
+    Blocks of a model without a method `in_pieces` compute all positions together.
+    """
+    in_pieces = getattr(language, "in_pieces", None)
+    return nullcontext() if in_pieces is None else in_pieces(n_positions)
 
 
 class _Last:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import cached_property
 from typing import Any
@@ -42,6 +43,7 @@ from models.attached.original import (
     uncached,
 )
 from models.attached.padded_positions import PaddedPositions
+from models.attached.pieces import divided
 from models.attached.points import TOP, Blocks
 from models.attached.settings import AttachSettings
 from models.attached.stacks import Stack, Tower
@@ -51,12 +53,13 @@ from models.attached.writing import continuations
 from models.checkpoints.huggingface import from_memory
 from models.checkpoints.huggingface.families import FAMILIES
 from models.mode import mode
+from models.running.pieces import in_pieces
 from models.text.texts import ReadsText, read
 from models.transformer import Transformer
 from models.weights import BlockWeights
 
 # The parts of `LanguageModel` that exist only if some blocks read a text.
-_STEPS = ("context", "context_of", "input_resid", "run_block", "logits", "plain")
+_STEPS = ("context", "context_of", "input_resid", "run_block", "in_pieces", "logits", "plain")
 
 
 class Attached(ReadsText):
@@ -412,6 +415,17 @@ class Attached(ReadsText):
         stream = resid.movedim(2, 0) if self._has_streams_first else resid
         leaving = next(tensors_in(self.blocks[layer](stream, **context.arguments(layer))))
         return leaving.movedim(0, 2) if self._has_streams_first else leaving
+
+    def in_pieces(self, n_positions: int) -> AbstractContextManager[None]:
+        """Return a `with` in which blocks compute at most `n_positions` positions at a time.
+
+        So values inside a block need less memory. The results are equal up to rounding. A block
+        whose arguments cannot be divided by position still computes all positions together.
+
+        Args:
+            n_positions: the largest number of positions.
+        """
+        return in_pieces(self.blocks, n_positions, divided)
 
     def logits(
         self, resid: Float[Tensor, "batch pos d_model"], last: int

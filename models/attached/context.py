@@ -10,7 +10,7 @@
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -300,12 +300,16 @@ class AttachedContext(NamedTuple):
                 cache.
         """
         new = self.n_pos - pos
+        # Blocks that get the same argument also share its part.
+        parts: dict[tuple[str, int, torch.device], Any] = {}
         calls = list[dict[str, Any]]()
         for call, (keys, *_) in zip(self.calls, past, strict=True):
-            later = {
-                name: _later(name, value, pos=pos, new=new, device=keys.device)
-                for name, value in call.items()
-            }
+            later = {}
+            for name, value in call.items():
+                key = name, id(value), keys.device
+                if key not in parts:
+                    parts[key] = cut(name, value, pos=pos, new=new, device=keys.device)
+                later[name] = parts[key]
             calls.append(later)
         return self._replace(calls=tuple(calls), past=tuple(past))
 
@@ -336,19 +340,32 @@ class AttachedContext(NamedTuple):
         return self._replace(calls=tuple(calls))
 
 
-def _later(name: str, value: Any, pos: int, new: int, device: torch.device) -> Any:
-    """Return the part of an argument for the `new` positions from `pos` on."""
+def cut(name: str, value: Any, pos: int, new: int, device: torch.device) -> Any:
+    """Return the part of an argument for the `new` positions from `pos` on.
+
+    Args:
+        name: the name of the argument of a block.
+        value: the argument for some positions. If it is a mask, its last query is at its last key.
+        pos: the first position of the part, counted from the first position of the argument.
+        new: the number of positions of the part.
+        device: the device of a new mask.
+    """
     if name not in AXES:
         return value
-    if name == "attention_mask" and value is None and new > 1:
+    if name == "attention_mask" and value is None and new > 1 and pos:
         # Without a mask, kernels assume that queries and keys begin at the same position. Here the
         # keys begin `pos` positions earlier, so a mask is needed.
         return torch.ones(1, 1, new, pos + new, dtype=torch.bool, device=device).tril(pos)
 
-    def cut(leaf: Any) -> Any:
-        return leaf.narrow(AXES[name][1], pos, new) if isinstance(leaf, Tensor) else leaf
+    def narrowed(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if name == "attention_mask":
+            # Leave out the keys after the last query of the part.
+            leaf = leaf[..., : leaf.shape[-1] - leaf.shape[-2] + pos + new]
+        return leaf.narrow(AXES[name][1], pos, new)
 
-    return mapped(value, cut)
+    return mapped(value, narrowed)
 
 
 def _axis_of_texts(name: str, leaf: Any) -> int | None:
@@ -404,22 +421,14 @@ def repeatable_context(
     arguments = []
     keys_and_values = []
     for block, (args, kwargs) in zip(blocks, calls, strict=True):
-        names = list(inspect.signature(block.forward).parameters)
-        named = dict(zip(names[1:], args[1:], strict=False)) | kwargs
-        cache = next((named[name] for name in CACHES if is_cache(named.get(name))), None)
-        layer = cached_layer(cache, carried(block, "hook_points").layer)
+        named = by_name(block, args, kwargs)
+        layer = cached_layer(cache_among(named), carried(block, "hook_points").layer)
         n_pos = args[0].shape[1] if args else 0
         if not keeps_only_keys(layer) or layer.keys is None or layer.keys.shape[2] != n_pos:
             return None
         plain = {name: None if is_cache(value) else value for name, value in named.items()}
-        others = {name: value for name, value in plain.items() if name not in AXES}
-        if any(True for _ in tensors_in(others)) or not _is_causal(block, plain, n_pos):
+        if not can_be_cut(block, plain, batch=len(layer.keys), n_pos=n_pos):
             return None
-        batch = len(layer.keys)
-        for name in AXES.keys() & plain.keys():
-            for leaf in tensors_in(plain[name]):
-                if not _has_known_axes(name, leaf, batch=batch, n_pos=n_pos):
-                    return None
         arguments.append(plain)
         keys_and_values.append((layer.keys, layer.values))
     return AttachedContext(
@@ -427,14 +436,50 @@ def repeatable_context(
     )
 
 
-def _is_causal(block: nn.Module, kwargs: dict[str, Any], n_pos: int) -> bool:
+def by_name(block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a block by name, without the stream, which is the first one."""
+    names = list(inspect.signature(block.forward).parameters)
+    return dict(zip(names[1:], args[1:], strict=False)) | kwargs
+
+
+def cache_among(named: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments of a block, or None."""
+    return next((named[name] for name in CACHES if is_cache(named.get(name))), None)
+
+
+def can_be_cut(
+    block: nn.Module, plain: dict[str, Any], batch: int, n_pos: int, n_earlier: int = 0
+) -> bool:
+    """Return whether the arguments of a block can be divided by position.
+
+    No query may see a later key, and all tensors must be arguments in `AXES`, with the axes that
+    are named there.
+
+    Args:
+        block: the block.
+        plain: its arguments by name, without the stream and the cache.
+        batch: the number of texts.
+        n_pos: the number of queries.
+        n_earlier: the number of keys before the first query. Default: 0.
+    """
+    others = {name: value for name, value in plain.items() if name not in AXES}
+    if any(True for _ in tensors_in(others)) or not _is_causal(block, plain, n_pos, n_earlier):
+        return False
+    for name in AXES.keys() & plain.keys():
+        for leaf in tensors_in(plain[name]):
+            if not _has_known_axes(name, leaf, batch=batch, n_pos=n_pos):
+                return False
+    return True
+
+
+def _is_causal(block: nn.Module, kwargs: dict[str, Any], n_pos: int, n_earlier: int = 0) -> bool:
     """Return whether no query of a block sees a later key."""
     mask = kwargs.get("attention_mask")
     if mask is None:
         return all(getattr(module, "is_causal", True) for module in block.modules())
-    if not isinstance(mask, Tensor) or mask.shape[-2:] != (n_pos, n_pos):
+    if not isinstance(mask, Tensor) or mask.shape[-2:] != (n_pos, n_earlier + n_pos):
         return False
     # The mask may add a bias to the score of a visible key, so visible keys are not only at 0.
     least = torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else 0
     is_visible = mask > least
-    return not bool(is_visible.triu(1).any())
+    return not bool(is_visible.triu(1 + n_earlier).any())

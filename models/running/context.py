@@ -175,6 +175,35 @@ class Context(NamedTuple):
             past=tuple(past),
         )
 
+    def until(self, pos: int) -> "Context":
+        """Return the context of the same texts before column `pos`.
+
+        Args:
+            pos: the column after the last one, counted from the start of the text.
+
+        Raises:
+            ValueError: if the context has a `KVCache` or no column before `pos`.
+        """
+        self._refuse_cache("until")
+        most = self.start + self.positions.shape[1]
+        require_integer("pos", pos, self.start + 1, most=most)
+        n_kept = pos - self.start
+
+        def earlier(mask: Visible) -> Visible:
+            # A rule is for any number of columns.
+            return mask[:, :, :n_kept, :pos] if isinstance(mask, Tensor) else mask
+
+        def shortened(rotation: Rotation | None) -> Any:
+            return _mapped(lambda part: part[:, :n_kept], rotation)
+
+        return self._replace(
+            positions=self.positions[:, :n_kept],
+            masks={window: earlier(mask) for window, mask in self.masks.items()},
+            rotation=shortened(self.rotation),
+            window_rotation=shortened(self.window_rotation),
+            real=None if self.real is None else self.real[:, :pos],
+        )
+
     def hiding(self, keys: Bool[Tensor, "_batch _head key"]) -> "Context":
         """Return the context in which no query sees some keys.
 

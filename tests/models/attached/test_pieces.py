@@ -1,0 +1,49 @@
+"""Blocks of attached models that compute some positions at a time equal the model itself."""
+
+import pytest
+import torch
+
+from hooks import HookedRunner
+from models import attach
+from tests.models.attached.kinds import SIZES, made, transformers
+
+TOKENS = torch.randint(23, (2, 7), generator=torch.Generator().manual_seed(3))
+RIGHT = torch.ones(2, 7).long()
+RIGHT[1, 5:] = 0
+N_LAYERS = 3
+PIECES = N_LAYERS * [3, 3, 1]
+
+
+def run(model, attached, most, mask=None):
+    """Return the logits in pieces, and the number of positions in each call of the blocks' q."""
+    sizes = []
+    runner = HookedRunner(model)
+    counts = {"blocks.*.attn.q": lambda value, point: sizes.append(value.shape[1])}
+    with torch.no_grad(), attached.in_pieces(most), runner.hooks(counts):
+        return model(TOKENS, attention_mask=mask).logits, sizes
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma3"])
+@pytest.mark.parametrize("mask", [None, RIGHT], ids=["no padding", "padding"])
+def test_pieces_equal_the_model(kind, attention, mask):
+    model = made(kind, attention=attention)
+    with torch.no_grad():
+        wanted = model(TOKENS, attention_mask=mask).logits
+    with attach(model) as attached:
+        logits, sizes = run(model, attached, 3, mask)
+    # The cache of a window of 3 positions drops keys, so these blocks stay whole.
+    whole = [7] * N_LAYERS
+    assert sizes == (whole if kind == "gemma3" else PIECES)
+    real = slice(None) if mask is None else mask.bool()
+    torch.testing.assert_close(logits[real], wanted[real], atol=1e-9, rtol=0)
+
+
+def test_a_window_that_reaches_all_positions_is_divided():
+    config = transformers.Gemma3TextConfig(**SIZES | dict(sliding_window=8))
+    model = made("gemma3", config, attention="sdpa")
+    wanted = model(TOKENS).logits
+    with attach(model) as attached:
+        logits, sizes = run(model, attached, 3)
+    assert sizes == PIECES
+    torch.testing.assert_close(logits, wanted, atol=1e-9, rtol=0)
