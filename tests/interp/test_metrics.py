@@ -18,6 +18,7 @@ from interp import (
     logit_diff,
     rank,
 )
+from interp.inputs.token_positions import last_real
 from interp.measuring import evaluate, last_of, measure, per_run
 from tests.shipped import pydoc
 
@@ -206,6 +207,12 @@ def test_the_positions_that_a_metric_needs(logits):
     expected = logits.argmax(-1).gather(1, columns).sum(1).float()
     assert torch.equal(measure(own, logits, LEFT.flip(1)), expected)
     assert evaluate(lambda x: x[:, 0, 0].half(), logits, BATCH).dtype == torch.float32
+
+
+def test_logits_at_the_last_positions_do_not_keep_the_others_in_memory(logits):
+    last = last_real(logits, 2)
+    assert torch.equal(last, logits[:, [3, 4]])
+    assert last.untyped_storage().nbytes() == BATCH * 2 * VOCAB * 8
 
 
 def test_padding_that_a_metric_was_not_told_of_is_refused(logits):
