@@ -6,7 +6,8 @@ Lazy caches (`hooks.lazy`) compute their values this way.
    (`BlockCall.listen`).
 2. During the run, copies of each block's arguments and a sample of its output are stored.
 3. When a value is read, its block runs again on these arguments, under the edits of the first run,
-   and records this value, or all values that are requested together (`BlockCall.run_again`).
+   and records this value, or all values that are requested together (`BlockCall.run_again`). The
+   block runs to its end even if the value was computed early, because step 4 compares its output.
 4. If the weights or the sample differ, the block has changed, and the read raises an error
    (`require_reproduced`). Samples of several blocks are compared together.
 5. A value that was read alone stays in memory until `LazyValues.drop`. Values that are read
