@@ -1,4 +1,4 @@
-"""Calls of an attached model's block for one piece of positions each; see `models.running.pieces`.
+"""Division of a block's call by position, for attached models; see `models.running.pieces`.
 
 1. The arguments of the block are cut along their axes of positions (`cut`).
 2. The cache of the model collects the keys and values of the pieces. If a block runs again after
@@ -28,7 +28,7 @@ from models.running.pieces import Call
 
 
 class GrowingPast(AttachedPast):
-    """Keys and values of one layer, to which each call of the layer adds its own."""
+    """Keys and values of one layer. Each call of the layer adds its keys and values."""
 
     def update(self, keys: Keys, values: Keys, *args: Any, **kwargs: Any) -> tuple[Keys, Keys]:
         """Return the earlier keys and values, joined with the new ones, and keep them."""
@@ -39,8 +39,8 @@ class GrowingPast(AttachedPast):
 def divided(block: nn.Module, call: Call, most: int) -> Iterator[Call] | None:
     """Return the calls of a block for one piece each; see `models.running.pieces.Divide`.
 
-    The result is None if one piece would have all positions, if the block has no cache of keys and
-    values alone, or if its arguments cannot be cut.
+    The result is None if the text is short, if the cache of the block does not contain only keys
+    and values, or if the arguments of the block cannot be cut.
 
     Args:
         block: the block.

@@ -170,7 +170,7 @@ def divided(block: nn.Module, call: Call, most: int) -> Iterator[Call] | None:
 def _pieces_of(stream: Tensor, context: Context, layer: int, most: int) -> Iterator[Call]:
     """Yield the arguments of a block for one piece after the other.
 
-    The keys and values of earlier pieces are in a cache, to which each piece adds its own.
+    A cache contains the keys and values of earlier pieces. Each piece adds its keys and values.
 
     Args:
         stream: the stream that enters the block.
