@@ -27,6 +27,7 @@ from interp.kinds import require_cache
 from interp.numbers.precision import divergence
 from interp.protocol import n_logits, of
 from interp.reading.affine import AffineLens, split_rows, unembedded
+from interp.results.entries import sizes_in_words
 
 # The largest number of positions in a printed table.
 _SHOWN = 8
@@ -114,8 +115,8 @@ class LensReadout(plots.Shown):
         """Return a table of the likeliest tokens of the last layers at the last positions of the
         first text.
         """
-        sizes = zip(("layer", "batch", "pos", "top"), self.tokens.shape, strict=True)
-        title = f"LensReadout [{', '.join(f'{axis} {size}' for axis, size in sizes)}]"
+        axes = ("layer", "text", "position", "token")
+        title = f"LensReadout: {sizes_in_words(axes, self.tokens.shape)}"
         text, likeliest = self.first or (None, self.tokens[:, 0].tolist())
         columns = self.columns[-_SHOWN:]
         earlier = ["…"] if len(self.columns) > _SHOWN else []
@@ -129,7 +130,7 @@ class LensReadout(plots.Shown):
             rows.insert(0, ["layer", *earlier, *(repr(text[column]) for column in columns)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [" ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([f"{title}: the likeliest next tokens of the first text", *lines])
+        return "\n".join([title, "likeliest next tokens of the first text:", *lines])
 
 
 @shows_progress
@@ -174,7 +175,8 @@ def logit_lens(
     >>> model = load("pydoc-4l")
     >>> cache = HookedRunner(model).run_with_cache("Return the", lazy=True)[1]
     >>> logit_lens(model, cache)
-    LensReadout [layer 5, batch 1, pos 10, top 5]: the likeliest next tokens of the first text
+    LensReadout: 5 layers x 1 text x 10 positions x 5 tokens
+    likeliest next tokens of the first text:
     layer … 't' 'u' 'r' 'n' ' ' 't' 'h' 'e'
     0     … 't' 'u' 'r' 'n' ' ' 't' 'h' 'e'
     1     … 'h' 'm' 'e' ' ' 'a' 'h' 'i' 'r'

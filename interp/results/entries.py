@@ -1,9 +1,26 @@
 """Entries of a result: labels, a mean effect and its interval."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from interp.numbers.intervals import interval_text
+
+
+def sizes_in_words(axes: Sequence[str], shape: Sequence[int]) -> str:
+    """Return the sizes of axes, such as `3 layers x 1 head`.
+
+    >>> sizes_in_words(["head", "query", "pos", "batch"], [1, 2, 3, 4])
+    '1 head x 2 queries x 3 positions x 4 batches'
+    """
+    parts = []
+    for axis, size in zip(axes, shape, strict=True):
+        word = "position" if axis == "pos" else axis
+        if size != 1 and word.endswith("y"):
+            word = f"{word[:-1]}ies"
+        elif size != 1:
+            word = f"{word}es" if word.endswith(("s", "x", "ch")) else f"{word}s"
+        parts.append(f"{size} {word}")
+    return " x ".join(parts)
 
 
 class Entry(NamedTuple):

@@ -35,7 +35,7 @@ from interp.numbers.intervals import (
     share_interval,
 )
 from interp.plots.view import FIGURES
-from interp.results.entries import Entries, Entry
+from interp.results.entries import Entries, Entry, sizes_in_words
 from interp.results.node import NodeName, as_fact, from_fact
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Result(plots.Shown):
     >>> result.mean(), result.normalized().mean()
     (tensor([ 2.0000, -0.2500]), tensor([ 0.5000, -0.0625]))
     >>> result
-    Result [layer 2, example 4] in logits
+    Result: 2 layers x 4 examples, in logits
       base -1.5, target +2.5
       layer 4  +2  [+0.5474, +3.453]
       layer 5  -0.25  [-0.7093, +0.2093]
@@ -631,8 +631,7 @@ class Result(plots.Shown):
         return plots.View("mean effects", [], says=repr(self).splitlines())
 
     def __repr__(self) -> str:
-        sizes = zip(self.axes, self.values.shape, strict=True)
-        title = f"Result [{', '.join(f'{axis} {size}' for axis, size in sizes)}]"
+        title = f"Result: {sizes_in_words(self.axes, self.values.shape)}"
         facts = []
         for name, fact in without_hashes(self.about).items():
             facts.append(f"{name}: {fact if isinstance(fact, str) else reprlib.repr(fact)}")
@@ -641,7 +640,7 @@ class Result(plots.Shown):
             if metrics is not None:
                 runs.append(f"{name} {metrics.mean().item():+.4g}")
         lines = [", ".join(facts), ", ".join(runs), *repr(self.top(3)).splitlines()]
-        unit = f" in {self.unit}" if self.unit else ""
+        unit = f", in {self.unit}" if self.unit else ""
         return "\n  ".join([title + unit, *filter(None, lines)])
 
 

@@ -310,13 +310,13 @@ def test_a_place_with_nan_has_no_mean(result):
 
 def test_a_result_prints_its_axes_and_largest_effects(result):
     lines = repr(result).splitlines()
-    assert lines[0] == "Result [layer 3, head 2, example 13] in logits"
+    assert lines[0] == "Result: 3 layers x 2 heads x 13 examples, in logits"
     assert "denoising" in lines[1]
     assert f"{result.base.mean():+.4g}" in lines[2]
     assert lines[3:] == [f"  {line}" for line in repr(result.top(3)).splitlines()]
     bare = repr(Result(torch.ones(2, 3), ("head", "example"))).splitlines()
     assert bare == [
-        "Result [head 2, example 3]",
+        "Result: 2 heads x 3 examples",
         "  head 0  +1  [+1, +1]",
         "  head 1  +1  [+1, +1]",
     ]
