@@ -276,7 +276,8 @@ def test_mixers_of_positions_other_than_attention_have_a_name(name, monkeypatch)
 
 @torch.no_grad()
 def test_an_mlp_in_its_own_block_is_not_a_mixer(monkeypatch):
-    monkeypatch.setitem(attachable.MODELS, "nemotron_h", {})
+    sizes = dict(ssm_state_size=6, mamba_num_heads=4, mamba_head_dim=12, n_groups=1, chunk_size=4)
+    monkeypatch.setitem(attachable.MODELS, "nemotron_h", sizes)
     model = made("nemotron_h")
     with attach(model):
         names = {name.partition(".")[2] for name in HookedRunner(model).points if "_out" in name}
