@@ -14,7 +14,7 @@ Virtual tokens, which an adapter adds before every text (prefix tuning), do not 
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from hooks.base import (
     Words,
     forwards_in,
     memory_of,
+    padding_messages,
     reading,
     tensors_in,
 )
@@ -94,7 +95,12 @@ class StackForward(Replaced):
         self._end_of_list: tuple[list[int], int] = ([], 0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the module's own forward."""
+        """Return the output of the module's own forward.
+
+        Raises:
+            ValueError: if the mask has other rows than the tokens, or another number of columns
+                although no argument contains earlier positions.
+        """
         if torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
         embeddings = kwargs.get("inputs_embeds")
@@ -113,6 +119,9 @@ class StackForward(Replaced):
         real = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         if isinstance(mask, Tensor) and mask.ndim == 3 and mask.flatten(0, 1).shape == texts:
             real = mask.flatten(0, 1)
+        if real is not None and tokens.numel():
+            has_earlier = self._grows and any(True for _ in _states([*args, *kwargs.values()]))
+            _require_shape(real, texts, has_earlier)
         encoded = kwargs.get("encoder_attention_mask")
         others: dict[str, Tensor] = {}
         if isinstance(encoded, Tensor) and encoded.ndim == 2:
@@ -280,6 +289,23 @@ def _states(values: list[Any]) -> Iterator[Any]:
         is_list = isinstance(value, list) and all(isinstance(part, Tensor) for part in value)
         if is_object or (is_list and value):
             yield value
+
+
+def _require_shape(mask: Tensor, texts: Sequence[int], has_earlier: bool) -> None:
+    """Check that a mask has a row for each text and a column for each token.
+
+    Args:
+        mask: the mask, [batch, key].
+        texts: the shape of the new tokens, [batch, pos].
+        has_earlier: whether there may be earlier tokens, which have columns too.
+
+    Raises:
+        ValueError: if the mask has another shape.
+    """
+    rows, columns = mask.shape
+    has_columns = columns >= texts[1] if has_earlier else columns == texts[1]
+    if rows != texts[0] or not has_columns:
+        raise ValueError(padding_messages.mask_shape("attention_mask", texts, mask.shape))
 
 
 def _fields(output: Any) -> list[Any]:

@@ -76,6 +76,16 @@ def test_positions_with_padding_for_all_kinds_of_calls(name):
         torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()])
 
 
+@pytest.mark.parametrize("shape", [(2, 3), (2, 9), (1, 6)])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_a_mask_of_another_shape_is_an_error(name, shape):
+    """Otherwise `transformers` fills a short mask, and position -1 would be another token."""
+    model = made(name)
+    tokens = torch.arange(12).view(2, 6)
+    with attach(model), pytest.raises(ValueError, match=r"attention_mask must be.* \[2, 6\]"):
+        HookedRunner(model).run_with_cache(tokens, attention_mask=torch.ones(shape))
+
+
 STATES = {
     "mamba": dict(state_size=5, time_step_rank=3),
     "mamba2": dict(state_size=5, num_heads=4, head_dim=12, n_groups=1, expand=2),
@@ -319,7 +329,7 @@ def test_a_cache_of_a_padded_generation_knows_its_texts():
         assert lens.entropy[:, n, ~real].isnan().all()
     # A printed lens leaves padding out.
     turned = logit_lens(model, cache.at(batch=[1]))
-    printed = repr(turned).splitlines()[1:]
+    printed = repr(turned).splitlines()[2:]
     assert {len(line.split()) for line in printed} == {1 + int(whole[1].sum())}
     # The tokens of the run are in another order than the rows of this cache.
     with pytest.raises(ValueError, match="tokens"):
