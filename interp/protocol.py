@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
@@ -132,6 +133,15 @@ class LanguageModel(Protocol):
             layer: the number of the block.
             resid: the residual stream that enters the block.
             context: the result of `context`.
+        """
+
+    def in_pieces(self, n_positions: int) -> AbstractContextManager[None]:
+        """Return a `with` in which blocks compute at most `n_positions` positions at a time.
+
+        `interp.suppressed` uses this method to save memory, and runs without it too.
+
+        Args:
+            n_positions: the largest number of positions.
         """
 
     def logits(

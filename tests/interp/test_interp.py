@@ -23,7 +23,7 @@ def corrupted(tokens):
 def test_a_transformer_has_every_part_of_the_protocol(model):
     protocol = interp.LanguageModel
     parts = [*protocol.__annotations__, *(n for n in vars(protocol) if not n.startswith("_"))]
-    assert len(parts) == 13
+    assert len(parts) == 14
     assert interp.protocol.of(model, *parts) is model
     assert all(hasattr(model.config, size) for size in interp.protocol.Sizes.__annotations__)
     with pytest.raises(TypeError, match=r"got Linear without W_V and W_O .*from_hf"):
