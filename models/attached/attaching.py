@@ -72,8 +72,8 @@ def attach(
         example: the arguments of a run, for example the output of a processor, or only the first
             argument, a tensor. Models that read no tokens need an example. Models that read images
             or sounds besides tokens need one for the points of their towers.
-        blocks: the names of the blocks, for example `layers.*`. Default: a `ModuleList` is
-            searched.
+        blocks: the names of the blocks, for example `layers.*`, or of the `ModuleList` that
+            contains them. Default: a `ModuleList` is searched.
         attn, mlp: the names of the sublayers inside a block.
 
     Returns:

@@ -436,7 +436,7 @@ def _require_added(candidates: Candidates, by_role: TermsByRole) -> None:
             raise AttachError(
                 f"{sublayer.name.removeprefix(block)[1:]!r} must be a sublayer whose output is "
                 "added to the stream, up to a norm, dropout or a factor of the config; in "
-                f"{block} it is not added"
+                f"{block} it is not added, or more than two outputs are added"
             )
 
 

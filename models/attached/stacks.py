@@ -445,7 +445,7 @@ def _outermost(model: nn.Module) -> list[list[nn.Module]]:
 
 
 def _named(model: nn.Module, blocks: str) -> list[nn.Module]:
-    """Return the modules whose names match a glob.
+    """Return the modules whose names match a glob, or the modules of the list with this name.
 
     Raises:
         AttachError: if no module matches.
@@ -456,6 +456,8 @@ def _named(model: nn.Module, blocks: str) -> list[nn.Module]:
         for name, module in model.named_modules()
         if name.count(".") == depth and fnmatch.fnmatchcase(name, blocks)
     ]
+    if len(chosen) == 1 and isinstance(chosen[0], nn.ModuleList):
+        return [*chosen[0]]
     if not chosen:
         names = ", ".join(name for name, _ in model.named_children())
         raise AttachError(

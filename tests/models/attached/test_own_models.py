@@ -101,6 +101,7 @@ def mine(**options):
     [
         ({}, {}),
         ({}, dict(blocks="layers.*", attn="mixing", mlp="ffn")),
+        ({}, dict(blocks="layers")),
         (dict(listed=False), dict(blocks="layers.*")),
         (dict(einsum=True), dict(attn="mixing", mlp="ffn")),
     ],
