@@ -99,8 +99,9 @@ class LazyValues(Mapping[str, Tensor]):
     def mapped(self, names: Iterable[str], function: Callable[[Tensor], T]) -> list[T]:
         """Return a function of the value of each name.
 
-        Only the values of one block are in memory at a time. All blocks are compared with the first
-        run at the end, so the host waits once.
+        Only the values of one block are in memory at a time. Each block that runs again is compared
+        with the first run. The results of all comparisons are read at the end, so the host waits
+        for the device once.
         """
         results = []
         seconds = []

@@ -73,7 +73,8 @@ def planned(
 ) -> Plan:
     """Return the plan of a cached run.
 
-    The run is made with copies of the model and its arguments whose tensors have no numbers.
+    The run uses copies of the model and its arguments with fake tensors, which have shapes but no
+    numbers.
 
     Args:
         model: the model.

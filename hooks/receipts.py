@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hooks.base import FakeTensor, without_gradients
+from hooks.base import FakeTensor, number_of, without_gradients
 from hooks.point import Hook, Point
 
 
@@ -45,7 +45,8 @@ class Receipt:
         return float(self._largest)
 
     def __repr__(self) -> str:
-        did = f"{self.calls} calls changed {self.rows} rows by at most {self.largest:.4g}"
+        calls = number_of(self.calls, "call")
+        did = f"{calls} changed {number_of(self.rows, 'row')} by at most {self.largest:.4g}"
         beside = f" of the first of {self.beside + 1} tensors" if self.beside else ""
         return f"{getattr(self.hook, '__name__', self.hook)} at {self.point.name}: {did}{beside}"
 
@@ -79,7 +80,7 @@ class Receipts(list[Receipt]):
     """The receipts of a context, in the order of the hooks; printed on one line each.
 
     >>> Receipts([Receipt(torch.neg_, Point("embed"), 1, 4, 2.5), Receipt(torch.exp_, Point("1"))])
-    neg_ at embed: 1 calls changed 4 rows by at most 2.5
+    neg_ at embed: 1 call changed 4 rows by at most 2.5
     exp_ at 1: 0 calls changed 0 rows by at most 0
     """
 

@@ -68,7 +68,7 @@ from hooks.base.paths import layer_of
 from hooks.base.pieces import Piece, piece_read, reading
 from hooks.base.processes import Shards, is_whole, mesh_of, whole
 from hooks.base.progress import Count, progress_bar, progress_of, shows_progress
-from hooks.base.saying import shown
+from hooks.base.saying import number_of, shown
 from hooks.base.scoped import Scoped
 from hooks.base.selection import (
     POSITION_AXES,

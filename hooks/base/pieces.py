@@ -26,8 +26,8 @@ class Piece:
             column of the piece; None if all tokens are real or the padding is unknown.
         moved: whether the rows are not the rows of the previous piece, as after a beam search has
             reordered them.
-        began: the number of columns that the first run of a generation read, if each later run
-            reads the whole text again; otherwise None.
+        began: for a generation without a cache, in which every run reads the whole text again: the
+            number of columns that its first run read. Otherwise None.
         others: masks of other texts that the run reads, by the axis of their columns: the texts of
             an encoder have the axis `encoder_pos`.
     """
@@ -162,21 +162,21 @@ def position_offset(
 
 
 def reading(piece: Piece) -> AbstractContextManager[None]:
-    """Return a `with` in which runs read a piece of their texts."""
+    """Return a context manager inside which runs read a piece of their texts."""
     return _piece.set(piece)
 
 
 def piece_read() -> Piece:
-    """Return the piece of the innermost open `with` of `reading` or `position_offset`.
+    """Return the piece of the innermost open `reading` or `position_offset`.
 
     If none is open, the result is a piece that stands for whole texts. While a compiler traces a
-    run, the result is this piece too, because a compiler cannot read the variable of open pieces.
+    run, the result is this piece too, because a compiler cannot read a context variable.
     """
     return _WHOLE if torch.compiler.is_compiling() else _piece.get()
 
 
 def piece_is_known() -> bool:
-    """Return whether a `with` of `position_offset` or `reading` is open."""
+    """Return whether a `position_offset` or a `reading` is open."""
     return _piece.get() is not _WHOLE
 
 

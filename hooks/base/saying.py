@@ -18,6 +18,19 @@ _SHOWN_AS_THEY_ARE = (
 )
 
 
+def number_of(n: int, word: str) -> str:
+    """Return a number with a noun, in the plural unless the number is 1.
+
+    >>> number_of(1, "text"), number_of(2000, "query"), number_of(0, "batch")
+    ('1 text', '2,000 queries', '0 batches')
+    """
+    if n != 1 and word.endswith("y"):
+        word = f"{word[:-1]}ies"
+    elif n != 1:
+        word = f"{word}es" if word.endswith(("s", "x", "ch")) else f"{word}s"
+    return f"{n:,} {word}"
+
+
 def shown(value: object) -> str:
     """Return a short description of a value.
 

@@ -38,16 +38,16 @@ def top_attributions(
 
     The estimate is the same as in `attribution_patching`. For a unit vector u, the estimate is
     ((target - base) · u) times (u · gradient), which approximates `edits.interchange` along u. Only
-    the `k` largest mean effects are stored while the layers are read, so the table of all places is
-    never in memory.
+    the `k` mean effects with the largest absolute values are stored while the layers are read, so
+    the table of all places is never in memory.
 
     By default, clean values replace values of the corrupted run (`direction="denoising"`), which
     shows the parts that restore the answer. Analyses of nodes, edges, paths and circuits do the
     reverse by default.
 
     Args:
-        model, pairs, direction: see `attribution_patching`. Both texts must have the same columns
-            and padding.
+        model, pairs, direction: see `attribution_patching`. Both texts must have the same
+            length and the same padding.
         directions: the columns of each matrix are vectors along the last axis of a point; the keys
             are exact names of points. The lengths of the vectors do not matter. Default: the
             neurons of `mlp.post`.

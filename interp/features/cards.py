@@ -314,8 +314,8 @@ def feature_cards(
         texts: the texts. They are read once.
         features: the indices of the features.
         k: the number of examples, tokens and neighbours on each card. Default: 8.
-        pos: the positions of each text that count. The examples show 0 at all other positions.
-            Default: all positions.
+        pos: the positions of each text that count. In the examples, the value at
+            all other positions is 0. Default: all positions.
         batch: the number of texts in a batch. Default: 16.
         progress: whether to show a progress bar after two seconds. Default: True.
 

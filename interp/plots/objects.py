@@ -65,7 +65,7 @@ def crosscoder(crosscoder: Any) -> View:
 
 
 def latent_scaling(scaling: Any) -> View:
-    """Draw the relative decoder norms, and both ratios of the features near a norm of 1.
+    """Draw the relative decoder norms, and both ratios of features whose relative norm is near 1.
 
     Args:
         scaling: the latent scaling of a crosscoder.

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from hooks.base import number_of
 from interp.numbers.intervals import interval_text
 
 
@@ -14,12 +15,7 @@ def sizes_in_words(axes: Sequence[str], shape: Sequence[int]) -> str:
     """
     parts = []
     for axis, size in zip(axes, shape, strict=True):
-        word = "position" if axis == "pos" else axis
-        if size != 1 and word.endswith("y"):
-            word = f"{word[:-1]}ies"
-        elif size != 1:
-            word = f"{word}es" if word.endswith(("s", "x", "ch")) else f"{word}s"
-        parts.append(f"{size} {word}")
+        parts.append(number_of(size, "position" if axis == "pos" else axis))
     return " x ".join(parts)
 
 

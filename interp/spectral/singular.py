@@ -293,7 +293,7 @@ def condition_number(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
 
 
 def _tolerance(matrices: Tensor, s: Tensor) -> Tensor:
-    """Return the rounding of the singular values of each matrix."""
+    """Return the size of rounding errors of the singular values of each matrix."""
     return max(matrices.shape[-2:]) * torch.finfo(matrices.dtype).eps * s[..., 0]
 
 

@@ -18,6 +18,7 @@ from hooks.base import (
     explains_calls,
     generator,
     hides_others,
+    number_of,
     require_integer,
     require_module,
     shown,
@@ -58,7 +59,7 @@ class Activations(plots.Shown):
     >>> _ = harvest(load("pydoc-4l"), ["part KV8", "Return the"], "blocks.1.mlp_out", out)
     >>> store = Activations(out)
     >>> store
-    Activations of 1 points, 18 rows of 2 texts
+    Activations of 1 point, 18 rows of 2 texts
     >>> store.names, len(store)
     (['blocks.1.mlp_out'], 18)
     """
@@ -388,8 +389,10 @@ class Activations(plots.Shown):
         return together
 
     def __repr__(self) -> str:
+        points = number_of(len(self.names), "point")
         try:
             n_texts = sum(file["texts"] for file in self.files)
         except CacheError:
-            return f"Activations of {len(self.names)} points, not complete"
-        return f"Activations of {len(self.names)} points, {len(self):,} rows of {n_texts:,} texts"
+            return f"Activations of {points}, not complete"
+        rows = number_of(len(self), "row")
+        return f"Activations of {points}, {rows} of {number_of(n_texts, 'text')}"

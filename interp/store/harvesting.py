@@ -126,7 +126,7 @@ def harvest(
     >>> model, out = load("pydoc-4l"), tempfile.mkdtemp()
     >>> store = harvest(model, ["part KV8", "Return the"], "blocks.1.mlp_out", out)
     >>> store
-    Activations of 1 points, 18 rows of 2 texts
+    Activations of 1 point, 18 rows of 2 texts
     >>> store.rows(1)["blocks.1.mlp_out"].shape  # token, d_model
     torch.Size([10, 128])
     >>> for (values,) in store.batches(6, seed=0):  # shuffled

@@ -41,7 +41,10 @@ class AttachSettings:
     kernels: list[str] = field(default_factory=list)
 
     def note(self, model: nn.Module) -> None:
-        """Store the modules, sizes and kernels of a model that has its points."""
+        """Store the modules, sizes and kernels of a model after `attach`.
+
+        `hold_for` compares them with the model at a later call.
+        """
         self.modules = _modules(model)
         self.shapes = _shapes(model)
         self.kernels = _kernels(model)

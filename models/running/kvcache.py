@@ -108,7 +108,7 @@ class KVCache:
             layer.repeat(n)
 
     def reserve(self, config: TransformerConfig, batch: int, new: int) -> None:
-        """Check that `new` more positions fit. The first call also makes the layers.
+        """Check that `new` more positions fit. The first call also makes the layers of the cache.
 
         Args:
             config: the config of the model that will run.

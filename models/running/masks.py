@@ -112,9 +112,10 @@ def shared(mask: Visible, shape: Sequence[int], device: torch.device) -> Visible
 
 
 def rule_of(window: int, keys: range, real: Tensor | None, positions: Tensor | None) -> Rule | None:
-    """Return the rule of a window and of padding, for queries at the last of some keys.
+    """Return which keys the queries of a run see, with a window and padding.
 
-    The result is None if each query sees all keys up to its own.
+    The queries are the last positions of the keys. The result is None if each query sees all keys
+    up to its own.
 
     Args:
         window: the window, or 0.

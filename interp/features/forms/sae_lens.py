@@ -129,7 +129,7 @@ def _subtracts(config: Mapping[str, Any]) -> bool:
 
 
 def _norm(config: Mapping[str, Any], norm_factor: float | None) -> tuple[NormKind, float]:
-    """Return the norm, and the factor that is multiplied into the weights."""
+    """Return how the dictionary normalizes its input, and the factor for its weights."""
     name = config.get("normalize_activations") or "none"
     if name == "expected_average_only_in":
         if norm_factor is None:

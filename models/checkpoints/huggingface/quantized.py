@@ -1,4 +1,4 @@
-"""Quantized checkpoints: weights in fp8 are read, and for all other forms an error names the way.
+"""Quantized checkpoints: weights in fp8 are read; for other forms, an error says how to load them.
 
 1. `quantization_config` in config.json names the form and its settings.
 2. In fp8, a weight of 8-bit floats has a second tensor, `weight_scale_inv`. It contains one scale
