@@ -441,7 +441,7 @@ PADDING, BY_QUERY = "attention_mask", "query_key_mask"
     ("argument", "mask", "match"),
     [
         *(
-            (PADDING, torch.ones(shape), re.escape(str(shape)))
+            (PADDING, torch.ones(shape), re.escape(f"got {[*shape]}"))
             for shape in ((BATCH, 6), (1, POS), (POS,))
         ),
         *(

@@ -171,7 +171,7 @@ def test_a_text_without_its_positions_is_refused_in_any_batch(model, batch):
     short = next(n for n, text in enumerate(YES) if len(text) == min(map(len, YES)))
     wrong = {
         f"pos of yes, text {short} must be": slice(9, None),
-        "pos of yes, text 1 must be": [[0], [], [0], [0]],
+        "pos of yes, text 1 must contain at least one": [[0], [], [0], [0]],
         "pos of yes, text 2 must be": [[0], [1], [99], [0]],
         "pos of yes must be given for each": [[0], [1]],
         "pos of no must be given for each text; got 4": [[0]] * 4,

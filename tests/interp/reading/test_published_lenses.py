@@ -55,7 +55,7 @@ def test_the_lens_reads_the_stream_after_the_layer_of_the_file(tmp_path):
     assert readout.kl[0].isnan().all()
     assert not readout.kl[1:].isnan().any()
     rows = repr(readout).splitlines()
-    assert rows[1].split() == ["0", "-", "-", "-", "-"]
+    assert rows[2].split() == ["0", "-", "-", "-", "-"]
     cells = plots.lens(readout).parts[0]["cells"]
     assert cells[-4:] == [""] * 4
     assert all(cells[:-4])
