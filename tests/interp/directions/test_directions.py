@@ -170,15 +170,15 @@ def test_a_text_without_its_positions_is_refused_in_any_batch(model, batch):
     name = "blocks.1.resid_post"
     short = next(n for n, text in enumerate(YES) if len(text) == min(map(len, YES)))
     wrong = {
-        f"pos of yes, text {short} must be": slice(9, None),
-        "pos of yes, text 1 must contain at least one": [[0], [], [0], [0]],
-        "pos of yes, text 2 must be": [[0], [1], [99], [0]],
+        f"pos of yes, text {short} must": slice(9, None),
+        "pos of yes, text 1 must": [[0], [], [0], [0]],
+        "pos of yes, text 2 must": [[0], [1], [99], [0]],
         "pos of yes must be given for each": [[0], [1]],
         "pos of no must be given for each text; got 4": [[0]] * 4,
         "for each text; got 2": [[0]] * 6,
         "for each of 5 texts of no; got 6": [[0]] * 10,
         "pos of yes, text 3 must be a mask of": [[True] * len(text) for text in YES[:3]] + [[True]],
-        "pos of yes, text 0 must be": [False, False, True] + [False] * 40 + [True],
+        "pos of yes, text 0 must": [False, False, True] + [False] * 40 + [True],
     }
     for message, pos in wrong.items():
         with pytest.raises(ValueError, match=message):
