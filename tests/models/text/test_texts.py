@@ -625,7 +625,7 @@ def test_readings_print_words():
     assert text == ["the", " cat", " sat"]
     assert likeliest[1][2] == model.to_pieces(lens.tokens[1, 0, 2])
     assert "' cat'" in repr(lens).splitlines()[2]
-    assert repr(likeliest[0][0][0]) in repr(lens).splitlines()[2]
+    assert repr(likeliest[0][0][0]) in repr(lens).splitlines()[3]
     best = interp.max_activating(model, TEXTS, "blocks.1.resid_post", k=2)
     assert best == interp.max_activating(
         model, [model.encoded(text) for text in TEXTS], "blocks.1.resid_post", k=2
