@@ -638,7 +638,7 @@ def test_readings_print_words():
     model.tokenizer = None
     assert interp.logit_lens(model, cache).first is None
     assert (
-        str(lens.tokens[0, 0, 0, 0].item()) in repr(interp.logit_lens(model, cache)).splitlines()[1]
+        str(lens.tokens[0, 0, 0, 0].item()) in repr(interp.logit_lens(model, cache)).splitlines()[2]
     )
     assert interp.singular_tokens(model, 1, 0, k=2, top=3).texts is None
 
