@@ -116,7 +116,7 @@ def _require_layer(part: str, names: Iterable[str]) -> None:
     layer = layer_of(part)
     others = [] if layer is None else _glob(LAYER.sub("[0-9]*", part, count=1), names)
     layers = [other for name in others if (other := layer_of(name)) is not None]
-    if layers:
+    if layers and layer not in layers:
         known = f"{min(layers)} to {max(layers)}"
         raise UnknownNameError(f"{part!r} has layers {known}; got {layer}", part, others)
 

@@ -86,6 +86,8 @@ def _features_hint(name: str, known: Collection[str], what: str) -> UnknownNameE
     """
     if not name.endswith("features"):
         return None
+    if spliced := [other for other in known if other.endswith("features")]:
+        return unknown_name(name, spliced, what)
     error = unknown_name(name, known, what)
     hint = "features of a dictionary are there inside `with interp.splice(model, sae)`"
     error.args = (f"{error.args[0]} ({hint})",)

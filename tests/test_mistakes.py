@@ -141,7 +141,7 @@ hooks_name('zzz')                                               | UnknownNameErr
 hooks_name(3)                                                   | TypeError | 3
 load_sae(None)                                                  | TypeError | None
 load_sae(model)                                                 | TypeError | Transformer
-load_sae('pydoc-4l/nope/nope')                                  | FileNotFoundError | nope
+load_sae('pydoc-4l/nope/nope')                                  | UnknownNameError | pydoc-4l/resid_post
 load_sae('pydoc-4l/transcoders')                                | ValueError | load_transcoders.'pydoc-4l/transcoders'
 load_transcoders('pydoc-4l/resid_post')                         | ValueError | load_sae.'pydoc-4l/resid_post'
 load_transcoders(None)                                          | TypeError | None
@@ -163,6 +163,8 @@ sae.encode(cache['resid_post', 2][..., :5])                     | ValueError | 5
 sae.decode(None)                                                | ValueError | 1024.*None
 sae.decode(eye)                                                 | ValueError | 1024.*3, 3
 load_sae('pydoc-4l/resid_post', devic='cpu')                    | TypeError | devic=
+named_in_splice(model, sae, 'blocks.2.features')                | UnknownNameError | features'; close matches: blocks.2.resid_post.features$
+named_in_splice(model, sae, 'blocks.9.resid_post')              | UnknownNameError | layers 0 to 3; got 9
 features.feature_cards(model, sae, [TEXT], [1], k='3')          | ValueError | '3'
 interp.splice(model, sae, error_term=True)                      | TypeError | error_term=
 attribution_graph(model, TEXT, transcoders, targets=3.5)        | TypeError | 3.5
@@ -450,6 +452,11 @@ def spliced(model, dictionaries):
         raise AssertionError("not reached")
 
 
+def named_in_splice(model, dictionary, name):
+    with interp.splice(model, dictionary) as runner:
+        runner.capture(TEXT, names=name)
+
+
 @pytest.fixture(scope="module")
 def given():
     """The names that the calls of the table use."""
@@ -474,6 +481,7 @@ def given():
         "transformers_model": transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval(),
         "eye": torch.eye(3),
         "spliced": spliced,
+        "named_in_splice": named_in_splice,
         "from_interp": lambda name: exec(f"from interp import {name}"),
     }
     names = {name: getattr(interp, name) for name in interp.__all__}

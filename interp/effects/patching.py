@@ -196,19 +196,28 @@ def sweep(
     runs = Runs(model, pairs, direction=None)
     base, effects = effects_of_edits(runs, edits, max_bytes)
     result = runs.result(effects, {"edit": range(len(edits))}, base)
-    return replace(result, words={"edit": [*map(_described, edits)]})
+    return replace(result, words={"edit": _descriptions(edits)})
+
+
+def _descriptions(edits: Sequence[Hooks]) -> list[str]:
+    """Return a description of each entry of a sweep.
+
+    The middle of a long description is left out, unless descriptions would then be equal.
+    """
+    whole = [*map(_described, edits)]
+    shortened = [text if len(text) <= 60 else f"{text[:30]}...{text[-27:]}" for text in whole]
+    return shortened if len({*shortened}) == len({*whole}) else whole
 
 
 def _described(edit: Hooks) -> str:
-    """Return a short description of an entry of a sweep."""
+    """Return the points and changes of an entry of a sweep."""
     changes = edit.items() if isinstance(edit, Mapping) else edit
     parts = []
     for point, change in changes:
         # Functions and modules are shown by name.
         point_name = getattr(point, "__name__", point)
         parts.append(f"{point_name}: {getattr(change, '__name__', change)}")
-    text = ", ".join(parts)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return ", ".join(parts)
 
 
 def _check_edit(edit: object, direction: PatchingDirection) -> None:

@@ -73,7 +73,7 @@ def load_sae(
         FileNotFoundError: if the path does not exist here or on the hub, or contains no known
             files.
         ImportError: if the folder contains a `config.yaml`, and pyyaml is not installed.
-        UnknownNameError: if the format is unknown.
+        UnknownNameError: if the format, or the name of a bundled dictionary, is unknown.
         ValueError: if the folder contains transcoders of several layers or files of several
             formats, a field or a tensor is missing or unknown, or the path is a part of a
             cross-layer transcoder.
@@ -174,7 +174,7 @@ def load_crosscoder(
     Raises:
         FileNotFoundError: if the path does not exist here or on the hub, or contains no known
             files.
-        UnknownNameError: if the format is unknown.
+        UnknownNameError: if the format, or the name of a bundled dictionary, is unknown.
         ValueError: if a field or a tensor is missing or unknown, or the path contains another kind
             of dictionary.
 
@@ -221,6 +221,10 @@ def load_any(
         ours = bundled(str(path))
         _require_kind_of_files(path, isinstance(ours, Transcoders), kind)
         return ours.to(dtype)
+    # The hub has no owner with the name of the bundled model.
+    is_ours = str(path).partition("/")[0] == NAMES[0].partition("/")[0]
+    if is_ours and not Path(path).exists():
+        raise unknown_name(path, NAMES, "bundled dictionary")
     name, read, source = _recognised(_local(path), format, FORMS)
     # A format with files of layers reads all layers of a folder.
     _require_kind_of_files(path, bool(FORMS[name].layers) and read is FORMS[name].read, kind)
@@ -324,7 +328,7 @@ def _recognised(
 
     Raises:
         FileNotFoundError: if the path does not exist or contains no known files.
-        UnknownNameError: if the format is unknown.
+        UnknownNameError: if the format, or the name of a bundled dictionary, is unknown.
         ValueError: if the path contains files of several formats, or a download is damaged.
     """
     if not local.exists():

@@ -226,6 +226,22 @@ def test_random_sweeps_equal_whole_runs(seed):
         close(found.values[n], alone(model, tokens, entry, read, mask) - base)
 
 
+@pytest.mark.parametrize("n_points", [1, 6])
+def test_each_edit_of_a_sweep_has_its_own_words(n_points):
+    """The edits differ at the end of their descriptions, or in the middle (six points)."""
+    model, tokens = variant("pre"), some_tokens()
+    _, cache = HookedRunner(model).run_with_cache(some_tokens(8))
+    points = [f"blocks.1.{name}" for name in ("attn.z", *("mlp_out",) * (n_points - 1))]
+    entries = []
+    for head in range(2):
+        means = [edits.mean(cache, across=("batch", "pos"), head=head)]
+        entries.append([*zip(points, means + [edits.scale(0.5)] * (n_points - 1), strict=True)])
+    words = sweep(model, tokens, entries, METRICS["last"]).words["edit"]
+    assert [f"head={head})" in word for head, word in enumerate(words)] == [True, True]
+    assert len({*words}) == 2
+    assert all(len(word) <= 60 for word in words) == (n_points == 1)
+
+
 def draw_pairs(**options):
     return Pairs(some_tokens(1), some_tokens(2), torch.stack([RIGHT, WRONG], 1), **options)
 
