@@ -174,7 +174,7 @@ def load_crosscoder(
     Raises:
         FileNotFoundError: if the path does not exist here or on the hub, or contains no known
             files.
-        UnknownNameError: if the format, or the name of a bundled dictionary, is unknown.
+        UnknownNameError: if the format is unknown.
         ValueError: if a field or a tensor is missing or unknown, or the path contains another kind
             of dictionary.
 
@@ -328,7 +328,7 @@ def _recognised(
 
     Raises:
         FileNotFoundError: if the path does not exist or contains no known files.
-        UnknownNameError: if the format, or the name of a bundled dictionary, is unknown.
+        UnknownNameError: if the format is unknown.
         ValueError: if the path contains files of several formats, or a download is damaged.
     """
     if not local.exists():

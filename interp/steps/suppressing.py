@@ -79,9 +79,12 @@ def suppressed(
     is KL(unedited ‖ edited) of the next-token distributions, as the mean over the tokens of the
     later step. The distribution for a token is read at the position before the token.
 
-    A part of the effect on the next step is missing. The first token of the next step is predicted
-    at the last position of the hidden step, which does not change. So its divergence is 0, and the
-    mean over the next step contains this 0. Effects on all other later steps are complete.
+    A divergence has no sign: it does not say whether the hidden step makes the later step more or
+    less likely. For a chosen answer, `sweep` with `edits.knockout` and `log_prob` shows the sign.
+
+    The effect on the next step is too small. The first token of the next step is predicted at the
+    last position of the hidden step, which does not change. So its divergence is 0, and the mean
+    over the next step contains this 0. Effects on all other later steps are complete.
 
     In many models, all positions attend to the first token of a text without reading its meaning.
     Hiding the first step also hides this token, so put a sentence that you do not ask about first.
