@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hooks.base import Texts, progress_bar, require_integer, shows_progress, without_gradients
 from interp.attribution_graphs import influence
 from interp.attribution_graphs.descent import TARGETS_AT_ONCE, Descent, Targets
-from interp.attribution_graphs.frozen import FrozenRun
+from interp.attribution_graphs.frozen import FrozenRun, require_one_text
 from interp.attribution_graphs.targets import (
     ChosenTargets,
     answers_of_targets,
@@ -68,12 +68,15 @@ def attribution_graph(
         targets: the maximum number of likely tokens, an answer, a tuple of two answers, or a list
             of targets. An answer is a text of one or several tokens, such as `" Paris, the city"`;
             the run then reads the text and the answer, and the targets are the logit of each token
-            at the position that predicts it, and the sum of these logits. A tuple `(right, wrong)`
+            at the position that predicts it, and the sum of these logits. The tokens of one answer
+            are a tuple, such as `(torch.tensor([5, 3]),)`. A tuple `(right, wrong)`
             of answers of any lengths is one target, the metric of `Pairs`: log p(right) - log
             p(wrong), which is the difference of two logits if the answers differ in their last
-            token only. In a list, a text or a number is a token, a pair of tokens is the difference
-            of their logits, and three numbers are a feature, (layer, feature, pos). The mean over
-            the vocabulary is subtracted from single logits. Default: 10.
+            token only. In a list, a text of one token or a number is a token, a pair of tokens is
+            the difference of their logits, and three numbers are a feature, (layer, feature, pos).
+            The mean over the vocabulary is subtracted from single logits. A text without a space at
+            its beginning is read like an answer of `Pairs`: as a new word or the rest of a word.
+            Default: 10.
         desired_prob: likely tokens are chosen until the sum of their probabilities reaches this
             value. Default: 0.95.
         pos: the position of the logits. Default: -1.
@@ -99,9 +102,10 @@ def attribution_graph(
         or in nats for two answers.
 
     Raises:
-        ValueError: for the same reasons as in `FrozenRun`; if a text in a list of targets is
-            several tokens, a feature is not active, there are no targets, the position is outside
-            the text, a number is not finite, or effects do not add up.
+        ValueError: for the same reasons as in `FrozenRun`; if an answer is empty or could be both a
+            new word and the rest of a word, a text in a list of targets is several tokens, a
+            feature is not active, there are no targets, the position is outside the text, a number
+            is not finite, or effects do not add up.
         TypeError: for the same reasons as in `Graph`.
 
     Warns:
@@ -118,7 +122,10 @@ def attribution_graph(
     (' KV -  A', '2.41', '2.41')
     """
     one_text = text_for(model, text)
-    answers = answers_of_targets(model, one_text, targets)
+    require_one_text(one_text)
+    n_pos = one_text.tokens.shape[1]
+    require_integer("pos", pos, least=-n_pos, most=n_pos - 1)
+    answers = answers_of_targets(model, one_text, targets, pos=pos)
     is_several = len(answers.rest) == 2 or any(len(tokens) > 1 for tokens in answers.rest)
     if is_several and pos != -1:
         raise ValueError(f"pos must be left out if targets are answers; got {pos}")
@@ -129,15 +136,15 @@ def attribution_graph(
         first=first,
         answers=answers.rest,
     )
-    n_pos = len(run.tokens)
-    require_integer("pos", pos, least=-n_pos, most=n_pos - 1)
     if len(answers.rest) == 2:
         chosen = targets_of_contrast(run, answers)
     elif is_several:
         chosen = targets_of_answer(run, *answers.rest)
     else:
+        # An answer of one token is a list of one target.
+        listed = [token for (token,) in answers.rest] or targets
         chosen = chosen_targets(
-            model, run, targets=targets, desired_prob=desired_prob, pos=pos % n_pos
+            model, run, targets=listed, desired_prob=desired_prob, pos=pos % n_pos
         )
     if not chosen.logits and not chosen.features:
         raise ValueError("targets must contain at least one target; got none")

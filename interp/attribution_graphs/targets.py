@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from hooks.base import Text, require_integer, require_kind, shown
 from interp.attribution_graphs.branches import common_start
 from interp.attribution_graphs.descent import Targets
-from interp.attribution_graphs.frozen import FrozenRun, require_one_text
+from interp.attribution_graphs.frozen import FrozenRun
 from interp.attribution_graphs.nodes import Node
-from interp.inputs.token_positions import is_worded, token_ids
+from interp.inputs.token_positions import is_worded
 from interp.pairs.answers import AnswerTokens, Continuations, rows_of_answers
 from interp.pairs.spans import require_causal
-from interp.pairs.wording import answers_of_texts, has_several_tokens
-from interp.protocol import of
+from interp.pairs.wording import answers_of_texts, has_several_tokens, tokens_of_answer
 
 
 class LogitTerms(NamedTuple):
@@ -101,30 +100,33 @@ class AnswersOfTargets(NamedTuple):
         return rows_of_answers(text, Continuations((((*self.start, 0),),)))
 
 
-def answers_of_targets(model: nn.Module, text: Text, targets: Any) -> AnswersOfTargets:
+def answers_of_targets(model: nn.Module, text: Text, targets: Any, pos: int) -> AnswersOfTargets:
     """Return the tokens of the answers that `targets` names; no answers for other targets.
 
-    A text is an answer, and a tuple is a right and a wrong answer.
+    A text is an answer, and a tuple is one answer, or a right and a wrong answer.
 
     Args:
         model: the model.
-        text: the text that the answers continue.
-        targets: see `attribution_graph`.
+        text: one text without padding, which the answers continue.
+        targets, pos: see `attribution_graph`.
 
     Raises:
-        ValueError: if a tuple does not contain two answers, one answer begins with the other, or an
-            answer does not fit the text; see `Pairs`.
+        ValueError: if a tuple contains more than two answers, one answer begins with the other, or
+            an answer does not fit the text; see `Pairs`.
     """
     if isinstance(targets, str):
-        (listed,) = of(model, "to_id").to_tokens(targets, bos=False).listed()
-        return AnswersOfTargets((), (tuple(listed),))
+        targets = (targets,)
     if not isinstance(targets, tuple):
         return AnswersOfTargets((), ())
-    if len(targets) != 2:
+    if len(targets) not in (1, 2):
         raise ValueError(
             f"targets must be a tuple (right, wrong) or a list of targets; got {shown(targets)}"
         )
-    require_one_text(text)
+    if len(targets) == 1:
+        (tokens,) = text.listed()
+        before = tokens[: pos % len(tokens) + 1]
+        answer = tokens_of_answer(model, before, targets[0], in_tuple=True)
+        return AnswersOfTargets((), (answer,))
     read = answers_of_texts(model, text, targets)
     if isinstance(read, Continuations):
         answers = read.tokens[0]
@@ -161,9 +163,6 @@ def chosen_targets(
         ValueError: if a text is several tokens, a token does not exist, a feature is not active, or
             two targets are the same.
     """
-    # Wrap a text in a list, because a text is also a sequence of characters.
-    if isinstance(targets, str):
-        targets = [targets]
     require_kind(
         "targets", targets, kind=(int, Sequence, Tensor), words="a number, or a list of tokens"
     )
@@ -175,11 +174,13 @@ def chosen_targets(
     logits: list[Node] = []
     features: list[int] = []
     directions = run.logits.new_zeros(len(targets), vocab)
+    # A text in a list continues the tokens up to the position of the logits.
+    before = run.tokens[: pos + 1].tolist()
     for target in targets:
         if isinstance(target, (tuple, list)) and len(target) == 3 and not is_worded(target):
             features.append(_active_feature(run, *target))
             continue
-        ids = _tokens_of_target(model, target, vocab)
+        ids = _tokens_of_target(model, before, target, vocab=vocab)
         directions[len(logits), ids[0]] += 1
         for token in ids[1:]:
             directions[len(logits), token] -= 1
@@ -350,21 +351,32 @@ def _active_feature(run: FrozenRun, layer: int, feature: int, pos: int) -> int:
     return int(at.nonzero()[0])
 
 
-def _tokens_of_target(model: nn.Module, target: Any, vocab: int) -> list[int]:
+def _tokens_of_target(model: nn.Module, before: list[int], target: Any, vocab: int) -> list[int]:
     """Return the token of a target, or the two tokens of a difference.
 
+    Args:
+        model: the model.
+        before: the tokens that a text continues, as an answer of `Pairs` does.
+        target: the target.
+        vocab: the size of the vocabulary.
+
     Raises:
-        ValueError: if a text is several tokens, a token does not exist, or the target is neither a
-            token nor two different tokens.
+        ValueError: if a text is several tokens or could be both a new word and the rest of a word,
+            a token does not exist, or the target is neither a token nor two different tokens.
     """
-    several = isinstance(target, (tuple, list))
-    for text in target if several else [target]:
-        if isinstance(text, str) and has_several_tokens(model, text):
+    ids = []
+    for token in target if isinstance(target, (tuple, list)) else [target]:
+        if not isinstance(token, str):
+            ids.append(index(token))
+            continue
+        is_several = has_several_tokens(model, token) and has_several_tokens(model, f" {token}")
+        tokens = () if is_several else tokens_of_answer(model, before, token)
+        if len(tokens) != 1:
             raise ValueError(
-                f"a text in a list of targets must be one token; got {text!r}; for answers of "
+                f"a text in a list of targets must be one token; got {token!r}; for answers of "
                 f"several tokens, use targets={target!r} without a list"
             )
-    ids = [index(token) for token in token_ids(model, [*target] if several else [target])]
+        ids += tokens
     known = all(0 <= token < vocab for token in ids)
     if len(ids) not in (1, 2) or len({*ids}) < len(ids) or not known:
         raise ValueError(

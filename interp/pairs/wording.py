@@ -90,8 +90,12 @@ def has_several_tokens(model: nn.Module, texts: Any) -> bool:
     Args:
         model: the model whose tokenizer converts strings.
         texts: a string or a token, or a list or tuple of them, or None.
+
+    Raises:
+        ValueError: if a string is empty.
     """
     if isinstance(texts, str):
+        _require_words(texts)
         return len(_tokens(of(model, "to_id"), texts)) > 1
     is_list = isinstance(texts, (list, tuple))
     return is_list and any(has_several_tokens(model, text) for text in texts)
@@ -111,7 +115,7 @@ def answers_of_texts(model: nn.Module, text: Text, answers: Any) -> Tensor | Con
 
     Raises:
         ValueError: if the number of answers does not fit the texts, or an answer does not fit its
-            text; see `_answer`.
+            text; see `tokens_of_answer`.
     """
     answer_tokens = _tokens_of_answers(model, text, answers)
     if any(len(tokens) > 1 for parts in answer_tokens for tokens in parts):
@@ -138,7 +142,7 @@ def _tokens_of_answers(
     answer_tokens = []
     for tokens, answer in zip(texts, answers, strict=True):
         parts = answer if isinstance(answer, (tuple, list)) else [answer]
-        answer_tokens.append(tuple(_answer(model, tokens, part) for part in parts))
+        answer_tokens.append(tuple(tokens_of_answer(model, tokens, part) for part in parts))
     counts = {len(parts) for parts in answer_tokens}
     if counts not in ({1}, {2}):
         raise ValueError(
@@ -148,13 +152,17 @@ def _tokens_of_answers(
     return tuple(answer_tokens)
 
 
-def _answer(model: nn.Module, tokens: list[int], answer: str | int | Tensor) -> AnswerTokens:
+def tokens_of_answer(
+    model: nn.Module, tokens: list[int], answer: str | int | Tensor, in_tuple: bool = False
+) -> AnswerTokens:
     """Return the tokens of an answer that continues a text.
 
     Args:
         model: the model whose tokenizer converts strings.
         tokens: the text.
         answer: the answer as a string, a token, or a tensor of tokens [n].
+        in_tuple: whether a caller passes the tokens of one answer in a tuple, for an error.
+            Default: False.
 
     Raises:
         ValueError: if the answer is empty; if it could be both a new word and the rest of the
@@ -167,9 +175,10 @@ def _answer(model: nn.Module, tokens: list[int], answer: str | int | Tensor) -> 
         return tuple(answer.reshape(-1).tolist())
     if isinstance(answer, int):
         return (answer,)
+    _require_words(answer)
     language = of(model, "to_id")
     text = language.to_text(tokens)
-    chosen = _new_word_or_rest(language, text, answer)
+    chosen = _new_word_or_rest(language, text, answer, in_tuple=in_tuple)
     joined = language.to_text([*tokens, *chosen])
     if len(chosen) > 1 and joined not in (text + answer, f"{text} {answer}"):
         raise ValueError(
@@ -179,7 +188,15 @@ def _answer(model: nn.Module, tokens: list[int], answer: str | int | Tensor) -> 
     return chosen
 
 
-def _new_word_or_rest(language: Any, text: str, answer: str) -> AnswerTokens:
+def _require_words(answer: str) -> None:
+    """Check that an answer is not empty."""
+    if not answer:
+        raise ValueError(
+            "an answer must have at least one token; got '': write the text that follows the prompt"
+        )
+
+
+def _new_word_or_rest(language: Any, text: str, answer: str, in_tuple: bool) -> AnswerTokens:
     """Return the tokens of an answer as a new word after a text, or as the rest of its last word.
 
     For example, after "the", the answer "m" could be a new word " m", or the end of "them".
@@ -206,14 +223,15 @@ def _new_word_or_rest(language: Any, text: str, answer: str) -> AnswerTokens:
         return plain
     raise ValueError(
         f"an answer must be a new word or the rest of a word; after {text[-20:]!r} got {answer!r}: "
-        f"write {' ' + answer!r} for a new word, or pass {_as_tokens(plain, answer)} for the rest "
-        "of a word"
+        f"write {' ' + answer!r} for a new word, or pass {_as_tokens(plain, answer, in_tuple)} for "
+        "the rest of a word"
     )
 
 
-def _as_tokens(tokens: AnswerTokens, answer: str) -> str:
+def _as_tokens(tokens: AnswerTokens, answer: str, in_tuple: bool) -> str:
     """Return an expression for the tokens of an answer, which an error tells the user to write."""
-    return f"model.to_id({answer!r})" if len(tokens) == 1 else f"torch.tensor({[*tokens]})"
+    call = f"model.to_id({answer!r})" if len(tokens) == 1 else f"torch.tensor({[*tokens]})"
+    return f"({call},)" if in_tuple else call
 
 
 def _tokens(language: Any, text: str) -> AnswerTokens:

@@ -398,7 +398,7 @@ def _reader_of(answer: Answer, is_reply: bool) -> Callable[[str], Any]:
 
     Raises:
         TypeError: if `answer` is neither a regular expression nor a function.
-        ValueError: if the regular expression is wrong.
+        ValueError: if the regular expression is wrong, or matches an empty text.
     """
     if not isinstance(answer, str):
         require_callable("answer", answer, ("text",), "lambda text: text.split()[-1]")
@@ -407,6 +407,11 @@ def _reader_of(answer: Answer, is_reply: bool) -> Callable[[str], Any]:
         pattern = re.compile(answer)
     except re.error as error:
         raise ValueError(f"answer must be a regular expression; got {answer!r}: {error}") from None
+    if pattern.fullmatch(""):
+        raise ValueError(
+            "answer must be a regular expression that does not match an empty text; got "
+            f"{answer!r}: for example, use + instead of *"
+        )
 
     def read(text: str) -> str | None:
         matches = [*pattern.finditer(text)]

@@ -337,6 +337,7 @@ def test_errors(model):
         (dict(temperature=0), ValueError, "temperature must be above 0"),
         (dict(smoothing=0), ValueError, "smoothing must be above 0"),
         (dict(answer="("), ValueError, "regular expression"),
+        (dict(answer=""), ValueError, "does not match an empty text"),
         (dict(answer=3), TypeError, "answer must be a function"),
         (dict(similar=3), TypeError, "similar must be a function"),
         (dict(write=3), TypeError, "write must be a function"),

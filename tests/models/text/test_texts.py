@@ -465,6 +465,40 @@ def test_an_answer_that_may_be_two_tokens_is_refused():
         Pairs("the play", answers=[" cat", " dog"]).read_by(model)
 
 
+@pytest.mark.parametrize("answer", ["", (" cat", ""), [" cat", ""], [(" cat", " dog"), ("", 3)]])
+def test_an_empty_answer_is_refused(answer):
+    with pytest.raises(ValueError, match="an answer must have at least one token; got ''"):
+        Pairs(["the cat", "the sat"], answers=answer).read_by(reading())
+    with pytest.raises(ValueError, match="an answer must have at least one token; got ''"):
+        Pairs(["the cat", "the sat"], metric=interp.log_prob("")).read_by(reading())
+
+
+def test_targets_of_a_graph_are_read_like_answers():
+    """The token 14 ends a word, and the token 26 is the same letters as a new word."""
+    model = reading()
+
+    def numbers(targets, text="the play", pos=-1):
+        graph = interp.attribution_graph(model, text, {}, targets=targets, pos=pos)
+        return [node.number for node in graph.logits]
+
+    for targets in ("ing", ("ing", " cat"), ["ing"], [("ing", " cat")]):
+        with pytest.raises(ValueError, match="write ' ing' for a new word"):
+            numbers(targets)
+    for targets in ("", [""]):
+        with pytest.raises(ValueError, match="at least one token; got ''"):
+            numbers(targets)
+    # The error names a form that `targets` accepts. Without a tuple, 14 is a number of targets.
+    with pytest.raises(ValueError, match=r"pass \(model.to_id\('ing'\),\) for the rest"):
+        numbers("ing")
+    assert numbers((model.to_id("ing"),)) == numbers([14]) == [14]
+    assert numbers(" ing") == numbers([" ing"]) == [26]
+    # A word of the text is a new word, but only words up to the position of the logits count.
+    assert numbers("cat", "the cat sat") == numbers(["cat"], "the cat sat") == [16]
+    for targets in ("cat", ["cat"]):
+        with pytest.raises(ValueError, match="after 'the' got 'cat'"):
+            numbers(targets, "the cat sat", pos=0)
+
+
 def test_an_answer_is_a_token_if_only_one_token_fits():
     """An answer is unambiguous in two cases. The first tokenizer drops the first space, so the word
     and the word after a space are one token. The second has a token only for the word after a
