@@ -1,4 +1,4 @@
-"""Parts: modules that run directly after some points of a model, inside a `with`.
+"""Parts: modules that run directly after some points of a model, inside a `with` statement.
 
 1. `with_parts` registers a hook on each point. The hook calls the part with the value, and replaces
    the value by the result.
@@ -99,7 +99,7 @@ class _Ran(Wire):
 def with_parts(
     model: nn.Module, points: Mapping[str, Point], parts: Mapping[str, Part]
 ) -> Iterator[None]:
-    """Return a `with` in which the model has these parts. They act in all threads.
+    """Return a context manager inside which the model has these parts. They act in all threads.
 
     Args:
         model: the model.

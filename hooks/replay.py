@@ -225,7 +225,9 @@ class BlockCall:
             outputs = TwoRuns(self._output, output, precision)
             second = SecondRun(self, edits, points, options, outputs, recorder.values)
             try:
-                recorder.finish("its block gave it in the run, within a `with` that has ended")
+                recorder.finish(
+                    "its block gave it in the run, within a `with` statement that has ended"
+                )
             except HookError:
                 # A change of the block is the better reason.
                 require_reproduced([second])
@@ -322,7 +324,7 @@ def _changed(name: str) -> CacheError:
 
 
 def real_tensors(*calls: BlockCall) -> AbstractContextManager[Any]:
-    """Return a `with` in which blocks run on the tensors that they stored.
+    """Return a context manager inside which blocks run on the tensors that they stored.
 
     A plan runs on fake tensors. But an edit that acts in the plan may read the lazy cache of a real
     run, whose blocks must run on real tensors.
@@ -352,8 +354,8 @@ def _sample(tensor: Tensor) -> Tensor:
 def numerics(tensors: list[Tensor]) -> tuple[Callable[[], Any], Callable[[], float]]:
     """Return the numerical settings of the present run, as two functions without arguments.
 
-    The first function returns a `with` that restores the present state of autocast. The second
-    function returns the limit of rounding in a block; see `block_rounding`.
+    The first function returns a context manager that restores the present state of autocast. The
+    second function returns the limit of rounding in a block; see `block_rounding`.
 
     Args:
         tensors: the arguments of the run, whose device and dtypes determine the settings.

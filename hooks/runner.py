@@ -238,12 +238,12 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
     def hooks(
         self, hooks: Hooks | None = None, *, backward: Hooks | None = None, receipts: bool = False
     ) -> HookContext:
-        """Return a `with` in which every run of this model is edited; see `run_with_hooks`.
+        """Return a context manager inside which all runs of this model are edited.
 
-        The edits act in the thread that enters the `with`, and in asyncio tasks that start inside
-        it while it is open. They do not act in other threads or tasks. Contexts can be nested: an
-        inner hook receives the result of an outer hook. No hooks act on a model that a hook
-        function itself runs.
+        The edits are the same as in `run_with_hooks`. They act in the thread that enters the
+        `with`, and in asyncio tasks that start inside it while it is open. They do not act in other
+        threads or tasks. Contexts can be nested: an inner hook receives the result of an outer
+        hook. No hooks act on a model that a hook function itself runs.
 
         Args:
             hooks, backward: see `run_with_hooks`.

@@ -1,4 +1,4 @@
-"""Hooks that act only inside a `with`, and fused kernels that run while no hook acts.
+"""Hooks that act only inside a `with` statement, and fused kernels that run while no hook acts.
 
 1. A `with` opens a `Session`, which registers its hooks on modules and enters a context variable.
 2. A hook acts if its session is open and in the context that runs the module: not in other threads.

@@ -136,7 +136,7 @@ class LanguageModel(Protocol):
         """
 
     def in_pieces(self, n_positions: int) -> AbstractContextManager[None]:
-        """Return a `with` in which blocks compute at most `n_positions` positions at a time.
+        """Return a context manager inside which blocks compute at most `n_positions` at once.
 
         `interp.suppressed` uses this method to save memory, and runs without it too.
 

@@ -82,7 +82,7 @@ def _sdpa(
 
 @contextmanager
 def _without_cudnn() -> Iterator[None]:
-    """Switch off cuDNN's attention inside a `with`.
+    """Switch off cuDNN's attention inside a `with` statement.
 
     Its gradients can be NaN with a mask (PyTorch's issue 196678).
     """

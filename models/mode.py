@@ -1,4 +1,4 @@
-"""Training or evaluation mode of a model inside a `with`."""
+"""Training or evaluation mode of a model inside a `with` statement."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -267,7 +267,7 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
         return self.blocks[layer](resid, context)
 
     def in_pieces(self, n_positions: int) -> AbstractContextManager[None]:
-        """Return a `with` in which blocks compute at most `n_positions` positions at a time.
+        """Return a context manager inside which blocks compute at most `n_positions` at once.
 
         So values inside a block need less memory. The results are equal up to rounding. A block
         whose queries see later keys still computes all positions together.

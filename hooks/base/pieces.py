@@ -138,7 +138,7 @@ _piece = Scoped("piece", _WHOLE)
 def position_offset(
     column: int | None, real: KeyMask | None = None
 ) -> AbstractContextManager[None]:
-    """Return a `with` in which runs read a piece of their texts, from a column on.
+    """Return a context manager inside which runs read a piece of their texts, from a column on.
 
     Edits count positions from the start of the text, and negative positions from its last real
     token. So code that runs a model on a piece, or on texts with padding, must enter this context.

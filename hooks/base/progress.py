@@ -178,7 +178,7 @@ def shows_progress(analysis: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def without_bar() -> Iterator[None]:
-    """Remove the bar inside a `with`, for messages on the terminal."""
+    """Remove the bar inside a `with` statement, for messages on the terminal."""
     display = _OPEN.get()
     if not isinstance(display, Display):
         yield

@@ -1,4 +1,4 @@
-"""Scoped: values that are set inside a `with`, and that an interrupt cannot leave set."""
+"""Scoped: values that are set inside a `with` statement, and that an interrupt cannot leave set."""
 
 import weakref
 from contextvars import ContextVar
@@ -12,7 +12,7 @@ first."""
 
 
 class Scoped(Generic[T]):
-    """A value that can be changed inside a `with`.
+    """A value that can be changed inside a `with` statement.
 
     Only the context (see `contextvars`) that entered the `with` sees the new value; other threads
     do not.
@@ -40,7 +40,7 @@ class Scoped(Generic[T]):
         return self._default
 
     def set(self, value: T) -> "_SetValue[T]":
-        """Return a `with` in which the value is `value`."""
+        """Return a context manager inside which the value is `value`."""
         return _SetValue(self, value)
 
 

@@ -67,7 +67,7 @@ _SKIPS_TOKEN_CHECKS = Scoped("skip_token_checks", False)
 
 
 def skip_token_checks() -> AbstractContextManager[None]:
-    """Return a `with` in which models do not check the numbers in tokens and masks.
+    """Return a context manager inside which models do not check the numbers in tokens and masks.
 
     Shapes and types are still checked.
 
@@ -86,7 +86,7 @@ def skip_token_checks() -> AbstractContextManager[None]:
 
 
 def skips_token_checks() -> bool:
-    """Return whether a `with` of `skip_token_checks` is open."""
+    """Return whether `skip_token_checks` is open."""
     return _SKIPS_TOKEN_CHECKS.get()
 
 

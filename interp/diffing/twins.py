@@ -94,7 +94,7 @@ class TwoModels:
             require_same(self.runner, self.base_runner)
 
     def as_base(self) -> AbstractContextManager[None]:
-        """Return a `with` in which `base` computes as the base: one model has its adapters off."""
+        """Return a context manager inside which a single model has its adapters off."""
         return adapter_off(self.tuned) if self.is_one else nullcontext()
 
     def read(self, texts: Texts) -> list[list[int]]:

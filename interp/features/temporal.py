@@ -282,7 +282,7 @@ class TemporalDictionary(Dictionary):
 
 
 def _texts_with(mask: Mask) -> AbstractContextManager[None]:
-    """Return a `with` in which texts have a mask. Without a mask, the mask of the run stays."""
+    """Return a context manager inside which texts have a mask, or the mask of the run."""
     return nullcontext() if mask is None else position_offset(None, mask)
 
 

@@ -52,7 +52,7 @@ _RUNNING: Scoped[Part | None] = Scoped("part", None)
 
 
 def running(part: Part) -> AbstractContextManager[Any]:
-    """Return a `with` in which this thread runs a part of many examples."""
+    """Return a context manager inside which this thread runs a part of many examples."""
     return _RUNNING.set(part)
 
 

@@ -26,7 +26,7 @@ class WithoutAdapter:
     model: nn.Module
 
     def off(self) -> AbstractContextManager[None]:
-        """Return a `with` in which the adapter is switched off; see `adapter_off`."""
+        """Return a context manager inside which the adapter is switched off; see `adapter_off`."""
         return adapter_off(self.model)
 
     def __repr__(self) -> str:
@@ -68,7 +68,7 @@ def adapter_layers(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """Switch the adapters of a model off inside a `with`.
+    """Switch the adapters of a model off inside a `with` statement.
 
     The end of the `with` restores the state of each layer, and `requires_grad` of each parameter.
     Without this, the library would make an adapter trainable when it switches the adapter on.

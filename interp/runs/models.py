@@ -27,7 +27,7 @@ Source = nn.Module | WithoutAdapter
 
 
 def as_source(source: Source | None) -> AbstractContextManager[None]:
-    """Return a `with` in which the model of a source has its adapter off, if the source says so."""
+    """Return a context manager inside which a `WithoutAdapter` has its adapter off."""
     return source.off() if isinstance(source, WithoutAdapter) else nullcontext()
 
 

@@ -105,7 +105,7 @@ class Batch:
         self.axes: dict[nn.Module, int | None] = {}
 
     def reading(self, start: int | None = None) -> AbstractContextManager[None]:
-        """Return a `with` in which edits know the columns that a run computes, and the padding.
+        """Return a context manager inside which edits know the columns of a run, and the padding.
 
         Args:
             start: the first column that the run computes; None for whole texts.

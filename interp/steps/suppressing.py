@@ -331,7 +331,7 @@ class _Base:
 
 
 def _in_pieces(language: Any, n_positions: int) -> AbstractContextManager[None]:
-    """Return a `with` in which blocks compute at most `n_positions` positions at a time.
+    """Return a context manager inside which blocks compute at most `n_positions` at once.
 
     Blocks of a model without a method `in_pieces` compute all positions together.
     """

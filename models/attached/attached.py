@@ -63,7 +63,7 @@ _STEPS = ("context", "context_of", "input_resid", "run_block", "in_pieces", "log
 
 
 class Attached(ReadsText):
-    """A model with points, until `remove()` or the end of a `with`; see `attach`.
+    """A model with points, until `remove()` or the end of a `with` statement; see `attach`.
 
     It converts strings to tokens for the model, and has the parts of
     `interp.protocol.LanguageModel`. Some models have only some of these parts:
@@ -206,7 +206,7 @@ class Attached(ReadsText):
             self.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        # This is called for a copy, which is not inside a `with`, so its count starts at 0.
+        # A copy is not inside a `with` statement, so its count starts at 0.
         return vars(self) | {"_n_withs": 0}
 
     def restore_configs(self) -> None:
@@ -417,7 +417,7 @@ class Attached(ReadsText):
         return leaving.movedim(0, 2) if self._has_streams_first else leaving
 
     def in_pieces(self, n_positions: int) -> AbstractContextManager[None]:
-        """Return a `with` in which blocks compute at most `n_positions` positions at a time.
+        """Return a context manager inside which blocks compute at most `n_positions` at once.
 
         So values inside a block need less memory. The results are equal up to rounding. A block
         whose arguments cannot be divided by position still computes all positions together.

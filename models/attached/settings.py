@@ -72,8 +72,8 @@ class AttachSettings:
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of a model by name, without any `PartPoint`."""
-    # A `PartPoint`, for example of a spliced dictionary, exists only inside a `with`, so it is no
-    # change of the model.
+    # A `PartPoint`, for example of a spliced dictionary, exists only inside a `with` statement, so
+    # it is no change of the model.
     return {
         name: module for name, module in model.named_modules() if not isinstance(module, PartPoint)
     }

@@ -68,7 +68,7 @@ class Context(NamedTuple):
         return self.window_rotation if has_own else self.rotation
 
     def piece(self) -> AbstractContextManager[None]:
-        """Return a `with` in which edits know the first column of this call and the padding.
+        """Return a context manager inside which edits know the columns of this call.
 
         During compilation, the `with` has no effect.
         """

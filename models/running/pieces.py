@@ -112,7 +112,7 @@ def _piece_from(whole: Piece, start: int, n_pos: int) -> Piece:
 
 @contextmanager
 def in_pieces(blocks: Iterable[nn.Module], n_positions: int, divide: Divide) -> Iterator[None]:
-    """Return a `with` in which blocks compute at most `n_positions` positions at a time.
+    """Return a context manager inside which blocks compute at most `n_positions` at once.
 
     Args:
         blocks: the blocks.
