@@ -139,7 +139,7 @@ def attribution_graph(
     if len(answers.rest) == 2:
         chosen = targets_of_contrast(run, answers)
     elif is_several:
-        chosen = targets_of_answer(run, *answers.rest)
+        chosen = targets_of_answer(run, answers)
     else:
         # An answer of one token is a list of one target.
         listed = [token for (token,) in answers.rest] or targets
@@ -264,7 +264,7 @@ class _Table:
             weights=self._weights,
             logits=self._targets.logits,
             terms=self._targets.terms,
-            metric=self._targets.metric,
+            answers=self._targets.answers,
             totals=self._totals,
             tokens=self._run.write(self._run.tokens.tolist()),
             by_attention=self._by_attention,

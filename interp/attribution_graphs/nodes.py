@@ -1,6 +1,6 @@
 """Nodes and links of an attribution graph."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 Kind = Literal["feature", "error", "token", "position", "bias", "logit"]
@@ -20,8 +20,10 @@ class Node(NamedTuple):
         pos: the position.
         number: the index of a feature, the id of a token, or the position of a position embedding;
             -1 for an error and 0 for the sum of all constants. For a difference of logits, it is
-            the size of the vocabulary plus the index of the node among the logits and differences.
-        label: a text that describes the node. Default: empty.
+            the size of the vocabulary plus the index of the node among the logits and differences;
+            the label describes the difference.
+        label: a text that describes the node. At a position of an answer, the label names the
+            answer, as in `'p' of ' the part'`. Default: empty.
         activation: the value of a feature. Default: None.
         probability: the probability of the token of a logit. Default: None.
         influence: the share of the total influence that this node and all stronger nodes have.
@@ -103,14 +105,22 @@ class Link(NamedTuple):
     weight: float
 
 
-def sources(run: Any, words: Sequence[str], influence: Sequence[float]) -> Iterator[Node]:
+def sources(
+    run: Any,
+    words: Sequence[str],
+    influence: Sequence[float],
+    answers: Mapping[int, str] | None = None,
+) -> Iterator[Node]:
     """Yield a node for each source of a frozen run, in the order that `FrozenRun` states.
 
     Args:
         run: the frozen run.
         words: the text of each token.
         influence: the attribute `influence` of each node.
+        answers: the answer of each position of an answer. A label at such a position names the
+            answer, as in `'p' of ' the part'`. Default: no answers.
     """
+    of_answers = {pos: f"{words[pos]!r} of {answer}" for pos, answer in (answers or {}).items()}
     numbers = run.tokens.tolist()
     n_pos = len(run.tokens)
     features = (facts.tolist() for facts in (run.layer, run.pos, run.feature, run.activation))
@@ -133,7 +143,12 @@ def sources(run: Any, words: Sequence[str], influence: Sequence[float]) -> Itera
         nodes += _tokens(numbers, words) if is_token else _positions(run.branches.columns)
     nodes.append(Node(id="B_0_0", kind="bias", layer=-1, pos=0, number=0, label="all constants"))
     for node, share in zip(nodes, influence, strict=True):
-        yield node._replace(influence=share)
+        label = node.label
+        place = "" if node.kind == "bias" else of_answers.get(node.pos, "")
+        if place:
+            # A feature has no label, so that its tokens are shown instead.
+            label = {"feature": "", "token": place}.get(node.kind, f"{label}, {place}")
+        yield node._replace(influence=share, label=label)
 
 
 def _errors(layer: int, n_pos: int) -> list[Node]:

@@ -3,7 +3,7 @@
 `promoted_tokens` returns the tokens that features promote.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any, NamedTuple
 
@@ -58,6 +58,24 @@ class LogitTerms(NamedTuple):
         )
 
 
+class ExplainedAnswers(NamedTuple):
+    """The answers of an attribution graph, and the number that the graph explains.
+
+    Attributes:
+        number: the explained number in words: the sum of the logits of one answer, or the contrast
+            of two answers.
+        unit: the unit of the number.
+        metric: the value of the metric of `Pairs` for the answers, in nats.
+        of_position: the answer to which each position of an answer belongs: its text in quotes, or
+            `both answers`. Positions of the text are left out.
+    """
+
+    number: str
+    unit: str
+    metric: float
+    of_position: Mapping[int, str]
+
+
 class ChosenTargets(NamedTuple):
     """The targets of an attribution graph.
 
@@ -66,14 +84,13 @@ class ChosenTargets(NamedTuple):
             the contrast of two answers.
         terms: the logits of these nodes.
         features: the indices of the chosen features among the active features.
-        metric: the value of the metric of `Pairs` for an answer or two answers; None for other
-            targets.
+        answers: an answer of several tokens or two answers; None for other targets.
     """
 
     logits: list[Node]
     terms: LogitTerms
     features: list[int]
-    metric: float | None = None
+    answers: ExplainedAnswers | None = None
 
 
 class AnswersOfTargets(NamedTuple):
@@ -207,15 +224,16 @@ def chosen_targets(
     return ChosenTargets(logits, terms, features)
 
 
-def targets_of_answer(run: FrozenRun, answer: Sequence[int]) -> ChosenTargets:
+def targets_of_answer(run: FrozenRun, answers: AnswersOfTargets) -> ChosenTargets:
     """Return the targets of an answer: the logits of its tokens, and the sum of these logits.
 
     The logit of a token is read at the position that predicts the token.
 
     Args:
         run: the frozen run of the prompt and all tokens of the answer except the last.
-        answer: the tokens of the answer.
+        answers: the answer.
     """
+    (answer,) = answers.rest
     n_pos, vocab = run.logits.shape
     n = len(answer)
     layer = len(run.graph.layers)
@@ -255,7 +273,13 @@ def targets_of_answer(run: FrozenRun, answer: Sequence[int]) -> ChosenTargets:
         pos=torch.tensor([*positions], device=device).repeat(2),
         node=torch.cat([numbers, torch.full_like(numbers, n)]),
     )
-    return ChosenTargets(logits, terms, [], metric=_log_probs(run, tuple(answer), positions))
+    explained = ExplainedAnswers(
+        number=f"the sum of the {n} logits of {label!r}, each minus the mean over the vocabulary",
+        unit="logits",
+        metric=_log_probs(run, answer, positions),
+        of_position=_answer_of_positions(run, answers),
+    )
+    return ChosenTargets(logits, terms, [], answers=explained)
 
 
 def targets_of_contrast(run: FrozenRun, answers: AnswersOfTargets) -> ChosenTargets:
@@ -300,15 +324,38 @@ def targets_of_contrast(run: FrozenRun, answers: AnswersOfTargets) -> ChosenTarg
         constant=-signs * entropy,
     )
     layer = len(run.graph.layers)
+    right, wrong = ("".join(run.write([*tokens])) for tokens in answers.whole)
     node = Node(
         id=f"{layer + 1}_{vocab}_{pos}",
         kind="logit",
         layer=layer,
         pos=pos,
         number=vocab,
-        label=" - ".join("".join(run.write([*tokens])) for tokens in answers.whole),
+        label=f"{right} - {wrong}",
     )
-    return ChosenTargets([node], terms, [], metric=metric)
+    explained = ExplainedAnswers(
+        number=f"log p({right!r}) - log p({wrong!r})",
+        unit="nats",
+        metric=metric,
+        of_position=_answer_of_positions(run, answers),
+    )
+    return ChosenTargets([node], terms, [], answers=explained)
+
+
+def _answer_of_positions(run: FrozenRun, answers: AnswersOfTargets) -> dict[int, str]:
+    """Return the answer to which each position of an answer belongs.
+
+    Args:
+        run: the frozen run of the text and the answers.
+        answers: the answers.
+    """
+    n_shared = run.branches.n_shared
+    of_position = dict.fromkeys(range(n_shared - len(answers.start), n_shared), "both answers")
+    for row, tokens in enumerate(answers.whole):
+        text = "".join(run.write([*tokens]))
+        for pos in run.branches.of_row(row)[n_shared:]:
+            of_position[pos] = repr(text)
+    return of_position
 
 
 def _log_probs(run: FrozenRun, tokens: AnswerTokens, positions: Sequence[int]) -> float:

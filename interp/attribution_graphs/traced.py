@@ -19,7 +19,7 @@ from interp.attribution_graphs.frozen import FrozenRun
 from interp.attribution_graphs.intervention import Intervention
 from interp.attribution_graphs.nodes import AttentionCell, Link, Node, sources
 from interp.attribution_graphs.pruned import PrunedGraph
-from interp.attribution_graphs.targets import LogitTerms, promoted_tokens
+from interp.attribution_graphs.targets import ExplainedAnswers, LogitTerms, promoted_tokens
 from interp.json_form import plain
 from interp.reading.attending import AskedPlace
 from interp.results.result import Result
@@ -40,12 +40,6 @@ class AttributionGraph(plots.Shown):
         logits: the logits that the first rows explain, as nodes.
         terms: the weighted sums of logits that each node of `logits` adds up.
         totals: the value of each explained node.
-        metric: if the targets are an answer of several tokens or two answers, the value of the
-            metric of `Pairs` for them: the log-probability of the right answer minus the
-            log-probability of the wrong answer if there is one, in nats. None for other targets.
-            The target of two answers has the same value, unless the model caps its logits. The sum
-            of the logits of one answer has another value, because a log-probability also depends
-            on the logits of all other tokens.
         tokens: the tokens of the text.
         by_attention: the effect that each source has on each explained node because it changes
             attention patterns, estimated to first order. These effects are not included in `rows`.
@@ -55,6 +49,8 @@ class AttributionGraph(plots.Shown):
             of the row should equal twice this number, because the query and the key of a score
             each get the whole effect of the score. The gap is the largest difference, as a share of
             the sum of absolute values in the row. NaN without `by_attention`.
+        answers: if the targets are an answer of several tokens or two answers, the number that the
+            graph explains in words, and the answer of each position; None for other targets.
 
     >>> from interp import attribution_graph, load_transcoders
     >>> from models import load
@@ -78,7 +74,19 @@ class AttributionGraph(plots.Shown):
     tokens: Sequence[str]
     by_attention: Float[Tensor, "row source"] | None = None
     attention_gap: float = math.nan
-    metric: float | None = None
+    answers: ExplainedAnswers | None = None
+
+    @property
+    def metric(self) -> float | None:
+        """The metric of `Pairs` for an answer of several tokens or two answers, in nats.
+
+        It is the log-probability of the right answer, minus the log-probability of the wrong answer
+        if there is one. It is None for other targets.
+
+        A graph of two answers explains this number, unless the model caps its logits. A graph of
+        one answer explains another number, the sum of the logits of its tokens.
+        """
+        return None if self.answers is None else self.answers.metric
 
     @property
     def gap(self) -> float:
@@ -137,7 +145,8 @@ class AttributionGraph(plots.Shown):
     def nodes(self) -> list[Node]:
         """All nodes: the sources in the order of columns, followed by the logits."""
         shares = influence.cumulative(self.influence).tolist()
-        return [*sources(self.run, self.tokens, shares), *self.logits]
+        answers = {} if self.answers is None else self.answers.of_position
+        return [*sources(self.run, self.tokens, shares, answers=answers), *self.logits]
 
     @cached_property
     def _places(self) -> dict[str, int]:
@@ -376,9 +385,28 @@ class AttributionGraph(plots.Shown):
             f"  shares: replacement {self.replacement:.3f}, completeness {self.completeness:.3f}, "
             f"gap {self.gap:.1e}",
         ]
+        if self.answers is not None:
+            # The last row of the logits is the sum, or the contrast.
+            value = float(self.totals[len(self.logits) - 1])
+            lines.append(f"  explains {self.answers.number}: {value:.4g} {self.answers.unit}")
+            lines.append(f"  metric of Pairs: {self.answers.metric:.4g} nats")
+            lines += self._lines_of_positions(self.answers)
         for node in self.logits[:10]:
             chance = "" if node.probability is None else f"  probability {node.probability:.3f}"
             lines.append(f"  {node.id} {node.label!r}{chance}")
-        if self.metric is not None:
-            lines.append(f"  metric of the answers, as in Pairs: {self.metric:.4g} nats")
         return "\n".join(lines)
+
+    def _lines_of_positions(self, answers: ExplainedAnswers) -> list[str]:
+        """Return a line for each answer with the positions and the tokens that the run reads."""
+        positions_by_answer: dict[str, list[int]] = {}
+        for pos, answer in answers.of_position.items():
+            positions_by_answer.setdefault(answer, []).append(pos)
+        lines = []
+        for answer, positions in positions_by_answer.items():
+            read = "".join(self.tokens[pos] for pos in positions)
+            first, last = positions[0], positions[-1]
+            places = f"position {first} reads"
+            if first < last:
+                places = f"positions {first} to {last} read"
+            lines.append(f"  {places} {read!r} of {answer}")
+        return lines

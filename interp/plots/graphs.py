@@ -168,7 +168,11 @@ def attribution(graph: Any, cards: Mapping[int, Sequence[Any]] | None = None) ->
     places = {node.id: place for place, node in enumerate(drawn)}
     inside = [link for link in graph.links if link.source in places and link.target in places]
     links = sorted(inside, key=lambda link: -abs(link.weight))[:_MOST_LINKS]
-    shown = [_shown(node, card_of.get((node.layer, node.number))) for node in drawn]
+    tokens_by_pos = {node.pos: node.label for node in nodes if node.kind == "token"}
+    shown = []
+    for node in drawn:
+        card = card_of.get((node.layer, node.number))
+        shown.append(_shown(node, card, token=tokens_by_pos.get(node.pos, "")))
     scores = ", ".join(f"{name} {value:.3g}" for name, value in graph.scores.items())
     notes = [scores and f"{scores[0].upper()}{scores[1:]}."]
     if len(drawn) < len(nodes):
@@ -208,8 +212,14 @@ def _by_influence(node: Any) -> tuple[bool, float]:
     return node.kind != "logit", math.inf if math.isnan(influence) else influence
 
 
-def _shown(node: Any, card: Any) -> dict[str, Any]:
-    """Return a node of an attribution graph, with its description."""
+def _shown(node: Any, card: Any, token: str) -> dict[str, Any]:
+    """Return a node of an attribution graph, with its description.
+
+    Args:
+        node: the node.
+        card: the card of a feature, or None.
+        token: the label of the token at the position of the node.
+    """
     raises = " ".join(visible(token) for token in node.raises)
     values = {
         "activation": node.activation,
@@ -217,7 +227,8 @@ def _shown(node: Any, card: Any) -> dict[str, Any]:
         "cumulative influence": node.influence,
     }
     known = [(name, f"{value:.4g}") for name, value in values.items() if value is not None]
-    about = [("kind", node.kind), ("position", f"{node.pos}"), *known]
+    place = f"{node.pos} “{visible_title(token)}”" if token else f"{node.pos}"
+    about = [("kind", node.kind), ("position", place), *known]
     label = visible_title(node.label)
     if raises:
         about.append(("raises", raises))

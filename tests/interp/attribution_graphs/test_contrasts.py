@@ -84,7 +84,19 @@ def test_effects_equal_the_gradients_of_the_log_probabilities(form):
     assert [node.label for node in graph.logits] == ["2633 - 251"]
     assert [*map(int, graph.tokens)] == [*START, 6, 3, 5]
     labels = [node.label for node in graph.nodes if node.kind == "position"]
-    assert labels[-3:] == ["position 6", "position 7", "position 6"]
+    # The labels at positions of an answer name its token and the answer.
+    assert labels[-5:-3] == ["position 4", "position 5, '2' of both answers"]
+    right = ["position 6, '6' of '2633'", "position 7, '3' of '2633'"]
+    assert labels[-3:] == [*right, "position 6, '5' of '251'"]
+    (token,) = (node.label for node in graph.nodes if node.kind == "token" and node.pos == 8)
+    assert token == "'5' of '251'"
+    printed = repr(graph).splitlines()
+    assert f"explains log p('2633') - log p('251'): {expected:.4g} nats" in printed[2]
+    assert printed[4:7] == [
+        "  position 5 reads '2' of both answers",
+        "  positions 6 to 7 read '63' of '2633'",
+        "  position 8 reads '5' of '251'",
+    ]
     assert float(graph.totals[0]) == pytest.approx(expected, rel=1e-9)
     assert graph.metric == pytest.approx(expected, rel=1e-9)
     assert float(graph.rows[0].sum()) == pytest.approx(expected, rel=1e-9)

@@ -52,6 +52,16 @@ def test_an_answer_of_several_tokens_has_a_target_for_each_token_and_their_sum()
     ]
     assert graph.totals[:n].tolist() == pytest.approx(centred, rel=1e-4)
     assert float(graph.totals[n]) == pytest.approx(sum(centred), rel=1e-4)
+    # The printed graph states the explained number, which differs from the metric.
+    _, _, explained, metric, read, *_ = repr(graph).splitlines()
+    assert explained.startswith("  explains the sum of the 4 logits of ' KV8'")
+    assert explained.endswith(f"{sum(centred):.4g} logits")
+    log_probs = logits.log_softmax(-1)[[*positions], answer]
+    assert metric.endswith(f"{float(log_probs.sum()):.4g} nats")
+    # The model does not read the last token of the answer.
+    assert read == f"  positions {positions[1]} to {positions[-1]} read ' KV' of ' KV8'"
+    embedding = graph.pruned()[f"E_{answer[-2]}_{positions[-1]}"]
+    assert embedding.label == "'V' of ' KV8'"
     for node, pos, token in zip(graph.logits, positions, answer, strict=False):
         assert node.probability == pytest.approx(float(logits[pos].softmax(0)[token]), rel=1e-4)
     torch.testing.assert_close(graph.rows[n], graph.rows[:n].sum(0), rtol=1e-4, atol=1e-5)
@@ -326,6 +336,7 @@ def test_the_page_lists_links_pins_groups_and_thins(graph, tmp_path):
     assert seen["paths"][0] == " → ".join(words)
     assert seen["spots"] == len(pruned.nodes)
     title, about, examples = seen["chosen"]
+    assert f"{feature.pos} “{visible(TEXT[feature.pos])}”" in about
     assert title == f"raises {' '.join(visible(each) for each in feature.raises)}"
     assert f"{feature.activation:.4g}" in about
     assert examples == len(cards[0].examples) > 0
