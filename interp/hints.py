@@ -50,6 +50,7 @@ _ARGUMENTS = {
     "add.vector": "such as edits.add(direction, scale=2.0)",
     "patterns.cache": "patterns(model, cache)",
 }
+_VALUE = "edits.replace(value, feature=3), where the value is a tensor"
 _SELECT = "result.select(layer=3), or result.values"
 _ATTRIBUTES = {
     "Result.dims": "result.axes",
@@ -73,6 +74,9 @@ _ATTRIBUTES = {
         "with interp.splice(model, sae) as runner: runner.run_with_cache(text)"
     ),
     "Dictionary.hook_name": "sae.reads, the point that the dictionary reads",
+    "edits.set": _VALUE,
+    "edits.clamp": _VALUE,
+    "AttributionGraph.inputs": "graph.pruned().inputs(node)",
     "Circuit.edges": "list(circuit)",
     "Graph.nodes": "graph.writers and graph.readers",
     "Activations.shape": "len(store), the number of rows, and store.names",

@@ -379,6 +379,8 @@ effects.mean(axis='layer')                                      | TypeError | ax
 effects.select(layer=-1)                                        | ValueError | got -1; counted from the end, this is 3
 effects.save('x.pt')                                            | ValueError | x.pt .*safetensors and no suffix
 interp.load_result                                              | AttributeError | Result.load
+edits.set(5.0)                                                  | AttributeError | edits.replace
+edits.clamp(5.0)                                                | AttributeError | edits.replace
 directions.Direction({'embed': torch.ones(3)}).norm()           | AttributeError | direction.name..norm
 directions.Direction({'embed': torch.ones(3)})[2]               | UnknownNameError | vector for any point.*'embed'
 sae.cfg                                                         | AttributeError | sae.reads

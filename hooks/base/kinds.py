@@ -165,7 +165,7 @@ def missing_name(
         elif places:
             hint = f"; it is {places[0]}.{name}"
         else:
-            hint = attribute_hint(name)
+            hint = attribute_hint(name, [module.rpartition(".")[2]])
         close = [] if hint else closest(name, known)
         matches = f"; close matches: {', '.join(close)}" if close else ""
         words = f"module {module!r} has no attribute {name!r}{hint}{matches}"
