@@ -176,6 +176,8 @@ class WordedMetric:
         answers: the texts, if they are answers that may be several tokens each. Answers continue
             the text that the model reads. None if each text must be one token.
         score: the name of the function that scores the answers: `log_prob` or `accuracy`.
+        is_at_last: whether the metric reads the last position, where texts are read like answers of
+            pairs.
         made_by: the call that makes the metric again.
     """
 
@@ -185,6 +187,7 @@ class WordedMetric:
     read: Callable[[nn.Module], Metric]
     answers: Any = None
     score: str = ""
+    is_at_last: bool = False
     made_by: MetricCall | None = None
 
     def __reduce__(self) -> Any:

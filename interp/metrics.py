@@ -45,7 +45,9 @@ def logit_diff(right: "SeveralTokens", wrong: "SeveralTokens", pos: "Tokens" = -
     Args:
         right, wrong: one token, or one for each example. For several tokens per example, [batch,
             n], the metric uses the mean of their logits. A token may be a text, such as `" Mary"`,
-            which analyses convert with the model's tokenizer.
+            which analyses convert with the model's tokenizer. If `pos` is -1, a text without a
+            space at its beginning is read like an answer of `Pairs`: as a new word or the rest of a
+            word.
         pos: one position, or a list or tensor with one position for each example. (In `edits`, a
             list selects the same columns in every example.) -1 is an example's last real token.
             Positions from 0 count columns, and must not be padding.
@@ -282,6 +284,7 @@ def _of_tokens(
             read=read,
             answers=next(iter(tokens.values())) if continues else None,
             score=name,
+            is_at_last=at.where == _LAST,
             made_by=MetricCall(make, {**tokens, "pos": pos}),
         )
     ids_by_argument = {argument: tokens_of(value, most) for argument, value in tokens.items()}

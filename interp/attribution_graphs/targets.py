@@ -19,7 +19,7 @@ from interp.attribution_graphs.nodes import Node
 from interp.inputs.token_positions import is_worded
 from interp.pairs.answers import AnswerTokens, Continuations, rows_of_answers
 from interp.pairs.spans import require_causal
-from interp.pairs.wording import answers_of_texts, has_several_tokens, tokens_of_answer
+from interp.pairs.wording import answers_of_texts, token_of_answer, tokens_of_answer
 
 
 class LogitTerms(NamedTuple):
@@ -413,17 +413,13 @@ def _tokens_of_target(model: nn.Module, before: list[int], target: Any, vocab: i
     """
     ids = []
     for token in target if isinstance(target, (tuple, list)) else [target]:
-        if not isinstance(token, str):
-            ids.append(index(token))
-            continue
-        is_several = has_several_tokens(model, token) and has_several_tokens(model, f" {token}")
-        tokens = () if is_several else tokens_of_answer(model, before, token)
-        if len(tokens) != 1:
+        number = token_of_answer(model, before, token)
+        if number is None:
             raise ValueError(
                 f"a text in a list of targets must be one token; got {token!r}; for answers of "
                 f"several tokens, use targets={target!r} without a list"
             )
-        ids += tokens
+        ids.append(index(number))
     known = all(0 <= token < vocab for token in ids)
     if len(ids) not in (1, 2) or len({*ids}) < len(ids) or not known:
         raise ValueError(

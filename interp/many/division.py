@@ -26,9 +26,9 @@ from interp.measuring import (
     Writer,
     in_words,
     last_of,
-    metric_for,
 )
 from interp.pairs.pairs import Pairs
+from interp.pairs.wording import metric_of_texts
 from interp.protocol import logits_of
 
 Batch = Pairs | Text | list[Any]
@@ -155,8 +155,8 @@ def whole(
         read = [*each_text(examples)]
     else:
         read = text_for(model, examples)
-    args = tuple(_read_metric(model, value) for value in args)
-    options = {name: _read_metric(model, value) for name, value in options.items()}
+    args = tuple(_read_metric(model, value, read) for value in args)
+    options = {name: _read_metric(model, value, read) for name, value in options.items()}
     write = writer_of(model)
     all_examples = Whole(
         read,
@@ -201,9 +201,12 @@ def _rows_of(value: Any, rows: Tensor) -> Any:
     return [value[number] for number in rows.tolist()]
 
 
-def _read_metric(model: nn.Module, value: Any) -> Any:
+def _read_metric(model: nn.Module, value: Any, examples: Batch) -> Any:
     """Return a metric with tokens in place of texts; other values are returned unchanged."""
-    return metric_for(model, value) if isinstance(value, WordedMetric) else value
+    if not isinstance(value, WordedMetric):
+        return value
+    text = examples.text if isinstance(examples, Pairs) else text_for(model, examples)
+    return metric_of_texts(model, text, value)
 
 
 def _metric_rows(value: Any, rows: Tensor) -> Any:

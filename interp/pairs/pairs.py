@@ -39,7 +39,6 @@ from interp.measuring import (
     evaluate,
     in_words,
     last_of,
-    metric_for,
     name_of,
 )
 from interp.metrics import accuracy, log_prob, logit_diff
@@ -50,7 +49,7 @@ from interp.pairs.answers import (
     score_of_rows,
 )
 from interp.pairs.spans import Spans, aligned, answer_positions, require_causal
-from interp.pairs.wording import answers_of_metric, tokens_of_pairs
+from interp.pairs.wording import answers_of_metric, metric_of_texts, tokens_of_pairs
 from interp.plots import objects
 from interp.protocol import logits_of, runner_of
 
@@ -263,7 +262,7 @@ class Pairs(plots.Shown):
         elif self._metric is None and pairs.pos is None and pairs.answers is not None:
             pairs.pos = answer_positions(model, pairs._clean, pairs._corrupted)
         elif self._metric is not None:
-            pairs._metric = metric_for(model, self._metric)
+            pairs._metric = metric_of_texts(model, clean, self._metric)
         pairs._require_one_metric()
         pairs._write = self._write or writer_of(model)
         return pairs

@@ -499,6 +499,34 @@ def test_targets_of_a_graph_are_read_like_answers():
             numbers(targets, "the cat sat", pos=0)
 
 
+def test_words_of_metrics_are_read_like_answers_at_the_last_position():
+    model = reading()
+    change = [{"blocks.0.mlp_out": edits.zero(pos=0)}]
+
+    def base(texts, metric):
+        return interp.sweep(model, texts, change, metric).base
+
+    for metric in (
+        interp.log_prob("ing"),
+        interp.accuracy(["ing"]),
+        interp.rank("ing"),
+        interp.logit_diff(" cat", [[" dog", "ing"]]),
+    ):
+        with pytest.raises(ValueError, match="write ' ing' for a new word"):
+            base("the play", metric)
+        with pytest.raises(ValueError, match="write ' ing' for a new word"):
+            interp.over_examples(interp.sweep, model, "the play", change, metric, progress=False)
+    # At any other position, a word is the token with this text.
+    assert base("the play", interp.rank("ing", pos=0)) == base("the play", interp.rank(14, pos=0))
+    # A word of the text is a new word. After a space, a word has no other space.
+    model.tokenizer.pieces[9] = "so "
+    texts = ["the cat", "so "]
+    assert model.to_tokens(texts).listed() == [[3, 16], [9]]
+    plain = torch.tensor([16, model.to_id("cat")])
+    expected = base(texts, interp.log_prob(plain))
+    assert torch.equal(base(texts, interp.log_prob("cat")), expected)
+
+
 def test_an_answer_is_a_token_if_only_one_token_fits():
     """An answer is unambiguous in two cases. The first tokenizer drops the first space, so the word
     and the word after a space are one token. The second has a token only for the word after a
