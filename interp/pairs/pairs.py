@@ -48,8 +48,9 @@ from interp.pairs.answers import (
     rows_of_answers,
     score_of_rows,
 )
+from interp.pairs.metric_words import answers_of_metric, metric_of_texts
 from interp.pairs.spans import Spans, aligned, answer_positions, require_causal
-from interp.pairs.wording import answers_of_metric, metric_of_texts, tokens_of_pairs
+from interp.pairs.wording import tokens_of_pairs
 from interp.plots import objects
 from interp.protocol import logits_of, runner_of
 
