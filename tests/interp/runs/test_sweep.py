@@ -750,7 +750,8 @@ def test_effects_say_what_was_edited():
         return value / 2
 
     several = [("blocks.0.mlp_out", edits.zero(pos=1)), ("*.attn_out", edits.scale(0.5))]
+    # The middle of a long description is left out.
     swept = sweep(variant("pre"), some_tokens(), [{"embed": halved}, several], METRIC)
-    said = "blocks.0.mlp_out: edits.zero(pos=1), *.attn_out: edits.sc..."
+    said = "blocks.0.mlp_out: edits.zero(p....attn_out: edits.scale(0.5)"
     assert swept.words == {"edit": ["embed: halved", said]}
     assert {entry.words["edit"] for entry in swept.top(2)} == {"embed: halved", said}
