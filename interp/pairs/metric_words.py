@@ -48,20 +48,23 @@ def metric_of_texts(model: nn.Module, text: Text, metric: Metric) -> Metric:
     texts = text.of_logits.listed()
     arguments = {}
     for name, value in metric.made_by.arguments.items():
-        arguments[name] = _tokens_of_words(model, texts, value) if is_worded(value) else value
+        arguments[name] = tokens_of_words(model, texts, value)
     read = MetricCall(metric.made_by.make, arguments)()
     assert isinstance(read, TokenMetric)
     return replace(read, call=metric.call)
 
 
-def _tokens_of_words(model: nn.Module, texts: list[list[int]], words: Any) -> Any:
-    """Return the words of a metric as tokens: one token for all texts, or the tokens of each text.
+def tokens_of_words(model: nn.Module, texts: list[list[int]], words: Any) -> Any:
+    """Return words that continue texts as tokens: one for all texts, or the tokens of each text.
 
     Args:
         model: the model whose tokenizer converts strings.
         texts: the tokens of each text.
-        words: a word, or a word or a list of words for each text. A word may be a token.
+        words: a word, or a word or a list of words for each text. A word may be a token. Anything
+            without words is returned unchanged.
     """
+    if not is_worded(words):
+        return words
     if isinstance(words, str):
         tokens = [_token_of_word(model, text, words) for text in texts]
         return tokens[0] if len({*tokens}) == 1 else tokens

@@ -23,6 +23,7 @@ from interp.inputs.cached import nan_at_padding, text_of, text_of_values
 from interp.inputs.copies import groups_of_cache
 from interp.inputs.token_positions import short, token_ids, tokens_of
 from interp.numbers.precision import like
+from interp.pairs.metric_words import tokens_of_words
 from interp.pairs.wording import has_several_tokens
 from interp.protocol import n_logits, of
 from interp.reading.components import ResidualComponents
@@ -64,9 +65,10 @@ def direct_logit_attribution(
         model: see `decompose`; it also needs `W_U`.
         cache: the cache of a run that cached all points, or
             `Graph(model, split_embeddings=True).needed` and `ln_final.scale`.
-        right: the token of the logit. A text of several tokens, such as `" Paris, the city"`, means
-            the sum of the logits of its tokens, each at the position that predicts it. The text of
-            the run must then end with this answer.
+        right: the token of the logit. If `pos` is -1, a text without a space at its beginning is
+            read like an answer of `Pairs`: as a new word or the rest of a word. A text of several
+            tokens, such as `" Paris, the city"`, means the sum of the logits of its tokens, each at
+            the position that predicts it. The text of the run must then end with this answer.
         wrong: the token of a logit to subtract. Default: subtract no logit.
         vector: a direction in the input of the unembedding, such as a probe's direction, instead of
             tokens.
@@ -202,6 +204,7 @@ class _Reading:
         self._cache = cache
         self.parts = ResidualComponents(model, cache, pos)
         self._has_one_position = pos is not None
+        self._is_at_last = isinstance(pos, int) and pos == -1
         # The table of positions that predict an answer of several tokens.
         self._is_read: Tensor | None = None
         if vector is None and has_several_tokens(model, right):
@@ -255,7 +258,7 @@ class _Reading:
                 "logits are a sum of parts only without a cap; got logit_cap="
                 f"{model.config.logit_cap}: vector=W_U[:, token] reads the logit before the cap"
             )
-        tokens = tokens_of(token_ids(self._named, answers), 2)
+        tokens = tokens_of(self._ids(answers), 2)
         vocab = n_logits(self.parts.model)
         if int(tokens.max()) >= vocab:
             raise ValueError(f"{name} must be 0 to {vocab - 1}; got {int(tokens.max())}")
@@ -265,6 +268,13 @@ class _Reading:
         bias = getattr(model, "b_U", None)
         zeros = vectors.new_zeros(tokens.shape)
         return vectors, zeros if bias is None else bias[tokens].to(vectors.dtype)
+
+    def _ids(self, answers: Tokens) -> Any:
+        """Return tokens as numbers. At the last position, read texts like answers of `Pairs`."""
+        text = text_of(self._cache) if self._is_at_last else None
+        if text is None:
+            return token_ids(self._named, answers)
+        return tokens_of_words(self._named, text.of_logits.listed(), answers)
 
     def read(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos"]:
         """Return the effect of a vector of the stream on the logit: the product with the direction,

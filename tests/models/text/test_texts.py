@@ -516,7 +516,12 @@ def test_words_of_metrics_are_read_like_answers_at_the_last_position():
             base("the play", metric)
         with pytest.raises(ValueError, match="write ' ing' for a new word"):
             interp.over_examples(interp.sweep, model, "the play", change, metric, progress=False)
+    _, cache = interp.run_with_cache(model, "the play")
+    with pytest.raises(ValueError, match="write ' ing' for a new word"):
+        interp.direct_logit_attribution(model, cache, right=" cat", wrong="ing", pos=-1)
     # At any other position, a word is the token with this text.
+    read = [interp.direct_logit_attribution(model, cache, right=t, pos=0) for t in ("ing", 14)]
+    assert torch.equal(read[0].values, read[1].values)
     assert base("the play", interp.rank("ing", pos=0)) == base("the play", interp.rank(14, pos=0))
     # A word of the text is a new word. After a space, a word has no other space.
     model.tokenizer.pieces[9] = "so "
