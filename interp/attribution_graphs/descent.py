@@ -114,7 +114,7 @@ class Descent:
     Args:
         run: the frozen run.
         targets: the targets.
-        strengths: for each target, the factors by which the paths through each head are multiplied.
+        strengths: for each row, the factors by which the paths through each head are multiplied.
             The constants that attention adds after the heads keep the factor 1. Default: 1.
         attention: whether to include effects through changes of patterns (step 3). Default: False.
         keep: whether to store `cells`. This needs a single target and `attention`. Default: False.
@@ -123,7 +123,7 @@ class Descent:
             for each target.
 
     Attributes:
-        rows: the effect of each source on each target.
+        rows: the effect of each source on each target, or on the targets of each row.
         cells: for each layer, `gradient · (score - mean)` of each attention score. The gradient is
             the derivative of the target with respect to the score. The mean is the mean score of
             the query over all keys, weighted by the pattern.
@@ -131,8 +131,8 @@ class Descent:
             `attention`.
     """
 
-    rows: Float[Tensor, "target source"]
-    moved: Float[Tensor, " target"]
+    rows: Float[Tensor, "row source"]
+    moved: Float[Tensor, " row"]
     cells: dict[int, Float[Tensor, "head query key"]]
 
     @without_gradients
@@ -140,7 +140,7 @@ class Descent:
         self,
         run: Any,
         targets: Targets,
-        strengths: Float[Tensor, "target layer head"] | None = None,
+        strengths: Float[Tensor, "row layer head"] | None = None,
         attention: bool = False,
         keep: bool = False,
         row: Int[Tensor, " target"] | None = None,

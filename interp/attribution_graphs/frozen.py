@@ -469,14 +469,14 @@ class FrozenRun:
     def rows(
         self,
         targets: Targets,
-        strengths: Float[Tensor, "target layer head"] | None = None,
+        strengths: Float[Tensor, "row layer head"] | None = None,
         row: Int[Tensor, " target"] | None = None,
     ) -> Float[Tensor, "row source"]:
         """Return the effect of each source on each target.
 
         Args:
             targets: the targets.
-            strengths: for each target, the factors by which the paths through each head are
+            strengths: for each row, the factors by which the paths through each head are
                 multiplied. The constants that attention adds after the heads keep the factor 1.
                 Default: 1.
             row: the index of the row to which the effects on each target are added. Default: one
