@@ -252,7 +252,7 @@ def test_lazy_caches_are_read_inside(model):
         for name in eager:
             assert_close(lazy[name], eager[name])
         lazy.drop()
-    with pytest.raises(NeverFiredError, match="`with` that has ended"):
+    with pytest.raises(NeverFiredError, match="`with` statement that has ended"):
         lazy["blocks.1.resid_post.features"]
 
 
