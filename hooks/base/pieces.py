@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
+from jaxtyping import Shaped
+from torch import Tensor
 
 from hooks.base.errors import require_integer
 from hooks.base.scoped import Scoped
@@ -38,7 +40,7 @@ class Piece:
         real: KeyMask | None = None,
         moved: bool = False,
         began: int | None = None,
-        others: Mapping[str, KeyMask] | None = None,
+        others: Mapping[str, Shaped[Tensor, "_batch _column"]] | None = None,
     ) -> None:
         self.start = start
         self.real = real

@@ -259,7 +259,7 @@ class EdgeScores:
     def changes(
         self,
         part: _Part | None = None,
-        space: Float[Tensor, "writer batch n d_model"] | None = None,
+        space: Float[Tensor, "_writer _batch _n _d_model"] | None = None,
     ) -> Float[Tensor, "writer batch n d_model"]:
         """Return the change of each writer between the two runs, at some positions of some texts.
 

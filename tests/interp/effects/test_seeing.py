@@ -89,7 +89,8 @@ def test_patches_match_raw_hooks(name):
     owner = getattr(model, prefix[:-1]) if prefix else model
     paths = {module: path for path, module in model.named_modules()}
     block = twin.get_submodule(paths[owner.blocks[1].module])
-    pairs = Pairs(given, corrupted, ANSWERS)
+    # PaliGemma reads its prompt in both directions.
+    pairs = Pairs(given, corrupted, ANSWERS, pos=-1 if name == "paligemma" else None)
     effects = activation_patching(model, pairs, f"{prefix}resid_pre")
     assert effects.axes == ("layer", "pos", "example")
     assert not effects.words
