@@ -219,23 +219,6 @@ def in_words(metric: Metric, write: Writer | None) -> Metric:
     return replace(metric, write=write)
 
 
-def metric_for(model: nn.Module, metric: Metric) -> Metric:
-    """Return the metric with tokens instead of text.
-
-    Args:
-        model: the model whose tokenizer converts texts.
-        metric: the metric. A metric without texts is returned unchanged.
-
-    Raises:
-        ValueError: if a text is several tokens. The error lists the tokens.
-    """
-    if not isinstance(metric, WordedMetric):
-        return metric
-    token_metric = metric.read(model)
-    assert isinstance(token_metric, TokenMetric)
-    return replace(token_metric, call=metric.call)
-
-
 def last_of(metric: Metric, attention_mask: Mask | None = None) -> int:
     """Return the number of last real positions that a metric reads; 0 for all positions.
 

@@ -51,7 +51,7 @@ from interp.graph.scores import BlockScores
 from interp.inputs.texts import text_for
 from interp.numbers.precision import all_finite, finite, like
 from interp.pairs.answers import AnswerTokens, Continuations, rows_of_answers
-from interp.pairs.spans import require_causal
+from interp.pairs.words import require_causal
 from interp.protocol import logits_of, of
 
 

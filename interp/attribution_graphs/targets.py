@@ -18,8 +18,12 @@ from interp.attribution_graphs.frozen import FrozenRun
 from interp.attribution_graphs.nodes import Node
 from interp.inputs.token_positions import is_worded
 from interp.pairs.answers import AnswerTokens, Continuations, rows_of_answers
-from interp.pairs.spans import require_causal
-from interp.pairs.wording import answers_of_texts, token_of_answer, tokens_of_answer
+from interp.pairs.words import (
+    answers_of_texts,
+    require_causal,
+    token_of_answer,
+    tokens_of_answer,
+)
 
 
 class LogitTerms(NamedTuple):

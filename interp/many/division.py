@@ -27,8 +27,8 @@ from interp.measuring import (
     in_words,
     last_of,
 )
-from interp.pairs.metric_words import metric_of_texts
 from interp.pairs.pairs import Pairs
+from interp.pairs.words import metric_of_texts
 from interp.protocol import logits_of
 
 Batch = Pairs | Text | list[Any]

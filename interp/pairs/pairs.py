@@ -48,9 +48,8 @@ from interp.pairs.answers import (
     rows_of_answers,
     score_of_rows,
 )
-from interp.pairs.metric_words import answers_of_metric, metric_of_texts
-from interp.pairs.spans import Spans, aligned, answer_positions, require_causal
-from interp.pairs.wording import tokens_of_pairs
+from interp.pairs.spans import Spans, aligned, aligned_words
+from interp.pairs.words import as_answers, read_answers
 from interp.plots import objects
 from interp.protocol import logits_of, runner_of
 
@@ -205,14 +204,15 @@ class Pairs(plots.Shown):
         has_tokens = are_tokens and not _must_be_read(answers)
         self.is_read = has_tokens and isinstance(spans, Mapping | None)
         if self.is_read:
-            self._clean, self._corrupted, self.answers = aligned(
+            self._clean, self._corrupted = aligned(
                 self._clean,
                 self._corrupted,
-                self.answers,
                 spans=cast(Spans, self._spans),
                 corrupted_spans=corrupted_spans,
                 last_only=last_only,
             )
+            if answers is not None:
+                self.answers = as_answers(answers, self._clean.tokens)
         elif corrupted_spans is not None:
             raise ValueError(
                 "corrupted_spans needs texts and answers that are tensors; got strings or lists"
@@ -237,44 +237,37 @@ class Pairs(plots.Shown):
         >>> pairs.read_by(load("pydoc-4l"))
         Pairs: 1, clean [1, 9], corrupted [1, 9]
         """
-        pairs = copy.copy(self)
         clean = text_for(model, self._clean)
         corrupted = None if self._corrupted is None else text_for(model, self._corrupted)
-        continuations = answers_of_metric(model, clean, self._metric)
         if not self.is_read:
-            answers, spans, corrupted_spans = tokens_of_pairs(
-                model, clean, corrupted, answers=self.answers, spans=self._spans
+            clean, corrupted = aligned_words(
+                model, clean, corrupted, spans=self._spans, last_only=self.last_only
             )
-            pairs._clean, pairs._corrupted, pairs.answers = aligned(
-                clean,
-                corrupted,
-                answers,
-                spans=spans,
-                corrupted_spans=corrupted_spans,
-                last_only=self.last_only,
-            )
-            pairs.is_read = True
-        if self._metric is None and isinstance(pairs.answers, Continuations):
-            continuations = pairs.answers
-        if continuations is not None:
-            require_causal(model, pairs.pos)
-            pairs.continuations = replace(continuations, per_token=self.per_token)
-            pairs._metric = None
-        elif self._metric is None and pairs.pos is None and pairs.answers is not None:
-            pairs.pos = answer_positions(model, pairs._clean, pairs._corrupted)
-        elif self._metric is not None:
-            pairs._metric = metric_of_texts(model, clean, self._metric)
-        pairs._require_one_metric()
-        pairs._write = self._write or writer_of(model)
-        return pairs
-
-    def _require_one_metric(self) -> None:
-        """Check that answers of several tokens are not given together with another metric."""
-        if isinstance(self.answers, Continuations) and self._has_both and self._metric is not None:
+        read = read_answers(
+            model,
+            clean,
+            corrupted,
+            answers=self.answers,
+            metric=self._metric,
+            pos=self.pos,
+            per_token=self.per_token,
+            is_read=self.is_read,
+        )
+        if self._has_both and isinstance(read.answers, Continuations):
             raise ValueError(
                 "metric must be left out for answers of several tokens, whose metric is their "
                 f"log-probability; got {self._metric!r}"
             )
+        pairs = copy.copy(self)
+        pairs._clean = clean
+        pairs._corrupted = corrupted
+        pairs.answers = read.answers
+        pairs.continuations = read.continuations or self.continuations
+        pairs._metric = read.metric
+        pairs.pos = read.pos
+        pairs.is_read = True
+        pairs._write = self._write or writer_of(model)
+        return pairs
 
     def rows(self) -> "Pairs":
         """Return the pairs with one row for each answer, as analyses run them.

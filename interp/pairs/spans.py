@@ -1,24 +1,29 @@
-"""Answers and spans of pairs: check that they fit their texts, and find their columns."""
+"""Spans of pairs: find their columns, and check that the two texts of each pair fit each other.
 
-from collections.abc import Mapping
+`aligned` takes positions. `aligned_words` first finds the positions of parts of strings, with a
+model's tokenizer.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Int, Shaped
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from hooks.base import (
     Index,
     Selection,
     Text,
+    named_spans,
     padding_messages,
     real_columns,
     real_of,
     shown,
 )
-from interp.inputs.token_positions import short
-from interp.pairs.answers import Continuations
+from interp.inputs.offsets import offsets_of
+from interp.inputs.token_positions import is_worded
 from interp.protocol import of
 
 Spans = Mapping[str, Index]
@@ -31,27 +36,24 @@ The positions are a list of lists or a tensor, of integers or booleans.
 def aligned(
     clean: Text,
     corrupted: Text | None,
-    answers: Any,
     *,
     spans: Spans,
     corrupted_spans: Spans | None,
     last_only: bool,
-) -> tuple[Text, Text | None, Tensor | Continuations | None]:
-    """Check that the parts of pairs fit each other, and return the texts and the answers.
+) -> tuple[Text, Text | None]:
+    """Check that the two texts of each pair fit each other, and return texts with their spans.
 
-    The clean and the corrupted text contain the columns of their spans (`Text.spans`). The answers
-    become a tensor, unless they are `Continuations` of several tokens.
+    Both texts contain the columns of their spans (`Text.spans`).
 
     Args:
         clean: the clean texts.
         corrupted: the corrupted texts; None if there are no corrupted texts.
-        answers: the answers; see `Pairs`.
         spans: the spans of the clean texts.
         corrupted_spans: the spans of the corrupted texts; None for the spans of the clean texts.
         last_only: whether to use only the last position of each span.
 
     Raises:
-        ValueError: if texts, masks, answers or spans do not fit each other.
+        ValueError: if texts, masks or spans do not fit each other.
     """
     kinds = ("clean", "corrupted")
     texts = [clean] if corrupted is None else [clean, corrupted]
@@ -78,84 +80,55 @@ def aligned(
         )
         for text, mask, columns_of_text in zip(texts, masks, columns, strict=True)
     ]
-    corrupted = None if corrupted is None else with_columns[1]
-    if not isinstance(answers, Continuations):
-        answers = as_answers(answers, clean.tokens)
-    return with_columns[0], corrupted, answers
+    return with_columns[0], None if corrupted is None else with_columns[1]
 
 
-def answer_positions(
-    model: nn.Module, clean: Text, corrupted: Text | None
-) -> int | Int[Tensor, " batch"] | None:
-    """Return the position of the answer in each text, counted from the end of the text.
-
-    A causal model answers after the last token, so the result is None. A model that reads texts in
-    both directions answers at the mask token.
+def aligned_words(
+    model: nn.Module,
+    clean: Text,
+    corrupted: Text | None,
+    *,
+    spans: Mapping[str, Any] | Sequence[str],
+    last_only: bool,
+) -> tuple[Text, Text | None]:
+    """Return texts with their spans, which may be parts of strings; see `aligned`.
 
     Args:
-        model: the model.
-        clean: the clean texts.
-        corrupted: the corrupted texts; None if there are no corrupted texts.
+        model: the model whose tokenizer converts strings.
+        clean, corrupted: the texts as tokens.
+        spans: see `Pairs`.
+        last_only: whether to use only the last position of each span.
 
     Raises:
-        ValueError: if a model that reads texts in both directions has no mask token, if a text does
-            not contain the mask token exactly once, or if the mask token has different positions in
-            the clean and the corrupted text.
+        ValueError: if a span does not occur exactly once in its text, if there are no spans and the
+            two texts of a pair have different numbers of tokens, or if texts, masks or spans do not
+            fit each other.
+        UnknownNameError: if a chat has no span with a given name.
+        TypeError: if the model cannot read text.
     """
-    language = of(model)
-    if getattr(language, "is_causal", True):
-        return None
-    rule = (
-        f"pairs need pos=, the position of the answers, because a {type(model).__name__} reads "
-        "texts in both directions"
+    if corrupted is not None and not spans:
+        _require_same_lengths(model, clean, corrupted)
+    corrupted_spans = None if corrupted is None else _spans(model, corrupted, spans, side=1)
+    return aligned(
+        clean,
+        corrupted,
+        spans=_spans(model, clean, spans, side=0),
+        corrupted_spans=corrupted_spans,
+        last_only=last_only,
     )
-    if (mask_token := _mask_token(language)) is None:
-        raise ValueError(f"{rule}, and its tokenizer has no mask token")
-    positions = []
-    for text in filter(None, (clean, corrupted)):
-        for number, tokens in enumerate(text.listed()):
-            count = tokens.count(mask_token)
-            if count != 1:
-                raise ValueError(f"{rule}; text {number} has {count} mask tokens")
-            positions.append(tokens.index(mask_token) - len(tokens))
-    n_texts = len(clean.tokens)
-    if positions[:n_texts] != positions[-n_texts:]:
-        raise ValueError(
-            "the mask token must be equally far from the end in clean and corrupted texts; got "
-            f"{positions[:n_texts]} and {positions[-n_texts:]}"
-        )
-    return torch.tensor(positions[:n_texts])
 
 
-def require_causal(model: nn.Module, pos: Any) -> None:
-    """Check that a model can read answers of several tokens after its texts.
-
-    Args:
-        model: the model.
-        pos: the position of the answers; see `Pairs`.
-
-    Raises:
-        ValueError: if a position is given, or the model reads texts in both directions.
-    """
-    if not getattr(of(model), "is_causal", True):
-        raise ValueError(
-            f"answers must be single tokens, because a {type(model).__name__} reads texts in both "
-            "directions; got several tokens"
-        )
-    if pos is not None and not (isinstance(pos, int) and pos == -1):
-        raise ValueError(
-            "pos must be left out for answers of several tokens, which follow the last token of a "
-            f"text; got {short(pos)}"
-        )
-
-
-def _mask_token(language: Any) -> int | None:
-    """Return the token at which a masked language model predicts, or None if it has none."""
-    try:
-        return getattr(language, "mask_token", None)
-    # A model whose tokenizer files cannot be read still works with `pos=`.
-    except (ImportError, ValueError):
-        return None
+def _require_same_lengths(model: nn.Module, clean: Text, corrupted: Text) -> None:
+    """Check that the two texts of each pair have equally many tokens."""
+    for tokens, corrupted_tokens in zip(clean.listed(), corrupted.listed(), strict=False):
+        if len(tokens) != len(corrupted_tokens):
+            pieces = "|".join(of(model).to_pieces(tokens))
+            corrupted_pieces = "|".join(of(model).to_pieces(corrupted_tokens))
+            raise ValueError(
+                "clean and corrupted texts must have equally many tokens, unless spans are "
+                f"given; got {len(tokens)}, {pieces!r}, and {len(corrupted_tokens)}, "
+                f"{corrupted_pieces!r}"
+            )
 
 
 def _require_same_texts(texts: list[Text], masks: list[Tensor], has_spans: bool) -> None:
@@ -186,34 +159,6 @@ def _require_same_texts(texts: list[Text], masks: list[Tensor], has_spans: bool)
                 reason="unless spans define which positions correspond",
             )
         )
-
-
-def as_answers(answers: Any, tokens: Shaped[Tensor, "batch *size"]) -> Tensor | None:
-    """Return answers as a tensor [batch] or, with wrong answers, [batch, 2].
-
-    Args:
-        answers: the answers; see `Pairs`. One answer, or one tuple (right, wrong), is used for
-            every text.
-        tokens: the tokens of the texts.
-
-    Raises:
-        ValueError: if the answers are not one or two tokens for each text.
-    """
-    if answers is None:
-        return None
-    if not isinstance(answers, Tensor):
-        is_shared = isinstance(answers, (int, tuple))
-        answers = [answers] * len(tokens) if is_shared else answers
-        answers = torch.as_tensor(answers, device=tokens.device)
-    batch = len(tokens)
-    if answers.shape not in ((batch,), (batch, 2)):
-        raise ValueError(
-            f"answers must be right tokens [{batch}], or right and wrong tokens [{batch}, 2]; "
-            f"got {list(answers.shape)}"
-        )
-    if int(answers.min()) < 0:
-        raise ValueError(f"answers must be at least 0; got {int(answers.min())}")
-    return answers
 
 
 def positions_of_spans(
@@ -296,3 +241,73 @@ def as_tensors(
         padded = [row + row[-1:] * (longest - len(row)) for row in rows]
         tensors[name] = torch.tensor(padded, device=device)
     return tensors
+
+
+def _spans(
+    model: nn.Module, text: Text, spans: Mapping[str, Any] | Sequence[str], side: int
+) -> Mapping[str, Any]:
+    """Return the columns of each span, by the name of the span.
+
+    Args:
+        model: the model whose tokenizer converts strings.
+        text: the texts.
+        spans: the spans by name, or the names of spans of chats.
+        side: 0 for clean texts, 1 for corrupted texts.
+    """
+    if not isinstance(spans, Mapping):
+        return named_spans(text, spans)
+    return {name: _columns(model, text, name, span, side=side) for name, span in spans.items()}
+
+
+def _columns(model: nn.Module, text: Text, name: str, span: Any, side: int) -> Any:
+    """Return the columns of a span in each text.
+
+    Args:
+        model: the model whose tokenizer converts strings.
+        text: the texts.
+        name: the name of the span.
+        span: one part for all texts, or a list with a part for each text. A part is a string, or a
+            tuple of strings (clean part, corrupted part). Positions that contain no string are
+            returned unchanged.
+        side: 0 for clean texts, 1 for corrupted texts.
+    """
+    if not is_worded(span):
+        return span
+    n_texts = len(text.tokens)
+    parts = [span] * n_texts if isinstance(span, (str, tuple)) else span
+    if len(parts) != n_texts:
+        raise ValueError(
+            f"span {name!r} must be one part, or a part for each of {n_texts} texts; got "
+            f"{len(parts)}"
+        )
+    columns = []
+    for tokens, is_real, part in zip(text.listed(), text.real, parts, strict=True):
+        part_of_side = part if isinstance(part, str) else part[side]
+        real_columns = is_real.nonzero().flatten().tolist()
+        inside = _tokens_inside(model, tokens, name, part_of_side)
+        columns.append([real_columns[n] for n in inside])
+    return columns
+
+
+def _tokens_inside(model: nn.Module, tokens: list[int], name: str, part: str) -> list[int]:
+    """Return the indices of the tokens of a text that overlap a part of the text.
+
+    Args:
+        model: the model whose tokenizer converts tokens.
+        tokens: the text.
+        name: the name of the span, for the error.
+        part: the part of the text.
+
+    Raises:
+        ValueError: if the part does not occur exactly once in the text.
+    """
+    text, starts, ends = offsets_of(model, tokens)
+    if (count := text.count(part)) != 1:
+        raise ValueError(
+            f"span {name!r} must occur once in the text; got {part!r} {count} times in "
+            f"{text!r:.100}"
+        )
+    part_start = text.index(part)
+    part_end = part_start + len(part)
+    tokens_in_text = enumerate(zip(starts, ends, strict=True))
+    return [n for n, (start, end) in tokens_in_text if start < part_end and end > part_start]

@@ -23,8 +23,7 @@ from interp.inputs.cached import nan_at_padding, text_of, text_of_values
 from interp.inputs.copies import groups_of_cache
 from interp.inputs.token_positions import short, token_ids, tokens_of
 from interp.numbers.precision import like
-from interp.pairs.metric_words import tokens_of_words
-from interp.pairs.wording import has_several_tokens
+from interp.pairs.words import has_several_tokens, tokens_of_words
 from interp.protocol import n_logits, of
 from interp.reading.components import ResidualComponents
 from interp.results.result import Result

@@ -574,6 +574,12 @@ def test_answers_that_do_not_fit_are_refused(model, options, message):
         activation_patching(model, Pairs(text(CLEAN, "left"), text(CORRUPTED, "left"), **options))
 
 
+def test_answers_and_a_metric_of_several_tokens_are_refused():
+    pairs = Pairs("Return the", answers=" number of", metric=log_prob(" list of"))
+    with pytest.raises(ValueError, match=r"metric must be left out.*list of"):
+        pairs.read_by(load("pydoc-4l"))
+
+
 def test_arguments_without_positions_of_answers_are_refused(model):
     inputs = text(CLEAN, "left")
     by_position = inputs | {"query_key_mask": torch.ones(3, 5, 5, dtype=torch.bool).tril()}
