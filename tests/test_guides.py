@@ -127,3 +127,19 @@ def test_every_guide_is_in_the_navigation_and_on_the_first_page():
     for path in (*NOTEBOOKS, *GUIDES.glob("*.md")):
         assert f" {path.name}\n" in navigation, path.name
         assert path.name == "index.md" or f"({path.name}" in index, path.name
+
+
+COUNTED = (ROOT / "README.md", GUIDES / "how_it_is_tested.md", GUIDES / "hugging_face.ipynb")
+
+
+def test_pages_count_the_rows_of_the_table_of_architectures():
+    table = (GUIDES / "architectures.md").read_text("utf-8").partition("| architecture |")[2]
+    rows = [line for line in table.splitlines()[2:] if line.startswith("| ")]
+    sums = [line for line in rows if line.endswith("| yes |")]
+    for page in (*COUNTED, GUIDES / "changes.md"):
+        text = page.read_text("utf-8")
+        counts = re.findall(r"(?:(\d+) of (?:the )?)?\b(\d+) \[?architectures", text)
+        assert counts, page.name
+        for part, total in counts:
+            assert int(total) == len(rows), page.name
+            assert part in ("", str(len(sums))), page.name
