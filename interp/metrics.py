@@ -4,6 +4,7 @@ The numbers are in float32 when the logits are in half precision.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -11,9 +12,12 @@ from torch import Tensor, nn
 
 from hooks.base import (
     Selection,
+    Text,
     Texts,
+    as_text,
     at_least_float32,
     explains_calls,
+    padding_messages,
     real_of,
     require_kind,
     to_device,
@@ -135,9 +139,11 @@ def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metri
     """Return a metric: the mean negative log-probability of each example's next tokens, in nats.
 
     Args:
-        tokens: the texts that the model reads, [batch, pos] or, for analyses, in any form.
-        attention_mask: True or 1 at real tokens. Only predictions of a real token from a real token
-            are used. Padded texts need the mask both here and in the analysis.
+        tokens: the texts that the model reads, [batch, pos] or, for analyses, in any form. In an
+            encoder-decoder model, these are the texts of the decoder.
+        attention_mask: True or 1 at real tokens of a tensor [batch, pos]; other forms contain their
+            masks. Only predictions of a real token from a real token are used. Padded texts need
+            the mask both here and in the analysis.
 
     Raises:
         ValueError: if an example has no prediction, or the mask has another shape. When called,
@@ -147,27 +153,38 @@ def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metri
     >>> cross_entropy(tokens)(torch.zeros(1, 3, 5)).exp()  # five equally likely tokens
     tensor([5.])
     """
-    if not isinstance(tokens, Tensor) or tokens.ndim != 2:
+    text = as_text(tokens)
+    if not isinstance(text, Text):
+        if attention_mask is not None:
+            raise ValueError(padding_messages.second_mask(f"a {type(tokens).__name__}"))
 
         def read(model: nn.Module) -> Metric:
-            text = text_for(model, tokens, attention_mask)
-            return cross_entropy(text.tokens, attention_mask=text.attention_mask)
+            return cross_entropy(text_for(model, tokens))
 
-        made_by = MetricCall(cross_entropy, {"tokens": tokens, "attention_mask": attention_mask})
+        made_by = MetricCall(cross_entropy, {"tokens": tokens})
         return WordedMetric(
             call="cross_entropy(texts)", last=0, unit="nats", read=read, made_by=made_by
         )
-    is_real = real_of(attention_mask, tokens.shape).to(tokens.device)
+    text = text.of_logits
+    if attention_mask is not None:
+        if text.attention_mask is not None:
+            raise ValueError(padding_messages.second_mask("texts with a mask"))
+        text = replace(text, attention_mask=attention_mask)
+    predicted = text.tokens
+    if predicted.ndim != 2:
+        raise ValueError(f"tokens must be [batch, pos]; got {list(predicted.shape)}")
+    is_real = text.real
     is_prediction = is_real[:, 1:] & is_real[:, :-1]
     if not is_prediction.any(1).all():
         example = int((~is_prediction.any(1)).nonzero()[0])
         raise ValueError(f"a text must have a next token to predict; got none in example {example}")
-    next_tokens = tokens[:, 1:].where(is_prediction, 0)
+    next_tokens = predicted[:, 1:].where(is_prediction, 0)
 
     def metric(logits: Tensor) -> Tensor:
-        if logits.shape[:2] != tokens.shape:
+        if logits.shape[:2] != predicted.shape:
+            shape = tuple(predicted.shape)
             raise ValueError(
-                f"logits must be [batch, pos, vocab] with the tokens' shape {tuple(tokens.shape)}; "
+                f"logits must be [batch, pos, vocab] with the tokens' shape {shape}; "
                 f"got {tuple(logits.shape)}"
             )
         mask = to_device(is_prediction, logits.device)
@@ -176,12 +193,14 @@ def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metri
         return -log_probs.where(mask, 0).sum(1) / mask.sum(1)
 
     return TokenMetric(
-        call=f"cross_entropy(tokens {list(tokens.shape)})",
+        call=f"cross_entropy(tokens {list(predicted.shape)})",
         last=0,
         unit="nats",
         function=metric,
-        unmasked=attention_mask is None,
-        made_by=MetricCall(cross_entropy, {"tokens": tokens, "attention_mask": attention_mask}),
+        unmasked=text.attention_mask is None,
+        made_by=MetricCall(
+            cross_entropy, {"tokens": predicted, "attention_mask": text.attention_mask}
+        ),
     )
 
 

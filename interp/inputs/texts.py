@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hooks.base import (
     Text,
@@ -13,33 +13,27 @@ from hooks.base import (
     each_text,
     is_batch,
     number_of_texts,
-    padding_messages,
     progress_bar,
     require_integer,
 )
 from interp.protocol import of
 
 
-def text_for(model: nn.Module, texts: Texts, attention_mask: Tensor | None = None) -> Text:
+def text_for(model: nn.Module, texts: Texts) -> Text:
     """Return the texts of a run as the tokens that a model reads.
 
     Args:
         model: the model.
         texts: the texts in any form; see `Texts`.
-        attention_mask: the mask of the texts, if these are a tensor [batch, pos]. Default: no
-            padding.
 
     Raises:
-        ValueError: if `model.to_tokens` raises it, or if a mask is given and the texts are not a
-            tensor [batch, pos].
+        ValueError: if `model.to_tokens` raises it.
         TypeError: if the model can read only tensors.
     """
     if isinstance(texts, Text):
         return texts
     if is_batch(texts):
-        return Text(texts, attention_mask)
-    if attention_mask is not None:
-        raise ValueError(padding_messages.second_mask(f"a {type(texts).__name__}"))
+        return Text(texts)
     if (to_tokens := getattr(of(model), "to_tokens", None)) is None:
         raise TypeError(
             f"texts must be a tensor [batch, pos], because a {type(model).__name__} has no "

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hooks.base import columns_of_last
+from hooks.base import Text, columns_of_last
 from interp import (
     Pairs,
     accuracy,
@@ -102,6 +102,29 @@ def test_cross_entropy_is_the_mean_over_real_predictions(logits, mask):
         expected.append(-np.mean([log_p[at, text[at + 1]] for at in pairs]))
     found = measure(cross_entropy(tokens, attention_mask=mask), logits, mask)
     assert found.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_cross_entropy_uses_the_mask_of_every_form_of_tokens(logits):
+    tokens = torch.randint(VOCAB, (BATCH, POS))
+    expected = cross_entropy(tokens, attention_mask=LEFT)(logits)
+    forms = [
+        cross_entropy(Text(tokens, LEFT)),
+        cross_entropy(Text(tokens), attention_mask=LEFT),
+        cross_entropy({"input_ids": tokens, "attention_mask": LEFT}),
+        cross_entropy(
+            {
+                "input_ids": torch.randint(VOCAB, (BATCH, 4)),
+                "decoder_input_ids": tokens,
+                "decoder_attention_mask": LEFT,
+            }
+        ),
+    ]
+    for metric in forms:
+        assert torch.equal(metric(logits), expected)
+    assert not torch.allclose(cross_entropy(tokens)(logits), expected)
+    for tokens_with_mask in (Text(tokens, LEFT), "the cat", [[3, 1, 4]]):
+        with pytest.raises(ValueError, match="attention_mask needs texts in a tensor"):
+            cross_entropy(tokens_with_mask, attention_mask=LEFT)
 
 
 @pytest.mark.parametrize("mask", [None, LEFT, LEFT.flip(1).bool()])
