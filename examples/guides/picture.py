@@ -16,7 +16,6 @@ def main() -> None:
     pairs = Pairs(*texts, (" Mary", " John"))
     restored = activation_patching(load("smollm2-135m"), pairs, site="z").normalized()
     figure = restored.plot()
-    figure.suptitle("Share of the logit difference restored, by head", fontsize="medium")
     figure.set_size_inches(4.4, 6)
     figure.savefig(Path(__file__).with_name("patched.png"), dpi=110)
 

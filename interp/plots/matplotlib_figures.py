@@ -9,13 +9,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from interp.plots.figure import Axes, Figure, Picture
-from interp.plots.parts import headline
+from interp.plots.parts import facts_of, headline
 from interp.plots.view import plotted_axes
 
 Labels = Mapping[str, Sequence[Any]]
 """For the name of each axis, in order, a label for each index."""
 
 _COLOURS = {"signed": "#2166ac", "absolute": "#1b7837", "random": "grey"}
+# By the direction of patching, the verb of a title: shares of target - base are restored or lost.
+_VERBS = {"denoising": "restored", "noising": "lost"}
+# By the name of a metric, its words in a title.
+_METRICS = {"logit_diff": "logit difference", "log_prob": "log probability"}
 # The largest number of ticks along an axis.
 _MOST_TICKS = 80
 # The number of places with the largest errors of estimates that get a name.
@@ -32,7 +36,7 @@ def effects(result: Any, facet: str | None = None) -> Figure:
     axes = plotted_axes(result.axes[:-1], facet)
     what = "mean effect" if result.values.shape[-1] > 1 else "effect"
     unit = f"{what} ({result.unit})" if result.unit else what
-    title = headline(result)
+    title = _shares_title(result) or headline(result)
     labels = {axis: _labels_with_words(result, axis) for axis in axes}
     means = result.mean()
     if len(axes) == 1:
@@ -51,6 +55,27 @@ def effects(result: Any, facet: str | None = None) -> Figure:
         title=title,
         reach=reach,
     )
+
+
+def _shares_title(result: Any) -> str:
+    """Return a title such as `Share of the logit difference restored, by head`.
+
+    Return an empty text if the effects are not shares of a patching analysis. `layer` is only named
+    if there is no other axis. Facts that the sentence does not contain follow in parentheses.
+    """
+    verb = _VERBS.get(result.about.get("direction", ""))
+    if verb is None or not result.unit.startswith("shares of"):
+        return ""
+    metric, _, _ = result.about.get("metric", "").partition("(")
+    start = "Estimated share" if "estimate" in result.about else "Share"
+    axes = [axis for axis in result.axes[:-1] if axis != "layer"] or ["layer"]
+    names = [{"pos": "position"}.get(axis, axis) for axis in axes]
+    title = f"{start} of the {_METRICS.get(metric, 'effect')} {verb}, by {' and '.join(names)}"
+    said = {"metric", "direction", "estimate"}
+    if "head" in axes and result.about.get("site") == "z":
+        said.add("site")
+    facts = facts_of(result, but=said)
+    return f"{title} ({facts})" if facts else title
 
 
 def _labels_with_words(result: Any, axis: str) -> list[Any]:

@@ -1,6 +1,6 @@
 """Parts of pictures in the form that the script reads: axes, tables and notes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxtyping import Float
@@ -78,15 +78,26 @@ def thinned(every: int, shown: int, what: str) -> str:
     return f"The {which} {shown} of {every} {what} are shown." if shown < every else ""
 
 
+def facts_of(result: Any, but: Collection[str] = ()) -> str:
+    """Return the facts about a result in one line of at most 200 characters; see `headline`.
+
+    Args:
+        result: the result.
+        but: names of facts to leave out.
+    """
+    facts = [
+        f"{name}: {fact}"
+        for name, fact in result.about.items()
+        if isinstance(fact, str | int | float) and name not in ("gap", "error", "node_gap", *but)
+    ]
+    return ", ".join(facts)[:200]
+
+
 def headline(result: Any) -> str:
     """Return a title for a result: `effects` or `mean effects`, and the facts about them.
 
     Hashes of texts, lists and the rounding gap of a sum are left out.
     """
-    facts = [
-        f"{name}: {fact}"
-        for name, fact in result.about.items()
-        if isinstance(fact, str | int | float) and name not in ("gap", "error")
-    ]
-    about = f" ({', '.join(facts)[:200]})" if facts else ""
+    facts = facts_of(result)
+    about = f" ({facts})" if facts else ""
     return f"{'mean ' if result.values.shape[-1] > 1 else ''}effects{about}"

@@ -511,8 +511,9 @@ class Result(plots.Shown):
         """Plot the mean effects: a heat map for two axes, or bars with 95% intervals for one axis.
 
         White is 0. If target and base exist, the range of colours includes at least their
-        difference. It includes values below 0 only if a mean is below 0. This needs the extra
-        `plots`.
+        difference. It includes values below 0 only if a mean is below 0. The title of normalized
+        patching effects is a sentence, such as "Share of the logit difference restored, by head";
+        other titles list the facts in `about`. This needs the extra `plots`.
 
         Args:
             facet: for three axes, the axis with a heat map for each label.

@@ -636,6 +636,26 @@ def test_a_plot_labels_the_decisive_column_and_no_hash():
     assert result.view().title == "effects (site: z)"
 
 
+def test_the_plot_of_shares_says_whether_they_are_restored_or_lost():
+    pytest.importorskip("matplotlib", reason="needs the extra plots")
+    about = {"metric": "logit_diff('a', 'b')", "site": "z", "texts": ["cae69e703590e665"]}
+    values, base, target = torch.ones(2, 3, 1), torch.tensor([-1.0]), torch.tensor([3.0])
+    result = Result(values, ("layer", "head", "example"), base, target, unit="logits")
+    share = "Share of the logit difference"
+    for facts, title in (
+        ({"direction": "denoising"}, f"{share} restored, by head"),
+        ({"direction": "noising"}, f"{share} lost, by head"),
+        ({"direction": "noising", "site": "q"}, f"{share} lost, by head (site: q)"),
+        ({"direction": "noising", "metric": "kl"}, "Share of the effect lost, by head"),
+    ):
+        shares = replace(result, about=about | facts).normalized()
+        assert shares.plot().get_suptitle() == title
+    assert shares.select(head=2).plot().get_suptitle() == (
+        "Share of the effect lost, by layer (site: z, head: 2)"
+    )
+    assert "Share" not in replace(result, about=about | facts).plot().get_suptitle()
+
+
 def test_a_result_prints_at_most_40_lines(result):
     long = replace(result, about={f"fact {n}": list(range(99)) for n in range(99)})
     assert len(repr(long).splitlines()) <= 40
