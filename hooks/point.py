@@ -59,7 +59,7 @@ Hook = Callable[[Tensor, Point], Tensor | None]
 """`hook(activation, point)` returns the value to continue with.
 
 None means `activation` itself. The activation is a separate copy for the hook, so writing into it
-is an edit too.
+is an edit too. For example, `lambda activation, point: 2 * activation` doubles it.
 """
 
 

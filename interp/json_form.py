@@ -175,6 +175,10 @@ def as_json(value: Any) -> dict[str, Any]:
     Args:
         value: a result, a tensor, a number, or a collection of them.
 
+    Returns:
+        The keys `kind`, `version`, `tables` and `about`. Each table has its axes, labels, unit and
+        values, as JSON types; NaN and infinity are None.
+
     Raises:
         TypeError: if the value has no JSON form, for instance a model.
 

@@ -23,6 +23,8 @@ from interp.numbers.precision import has_nan
 Metric = Callable[[Float[Tensor, "batch pos vocab"]], Shaped[Tensor, " batch"]]
 """A function of logits. Any function of your own is a metric.
 
+For example, `lambda logits: logits[:, -1].logsumexp(-1)` is a number for each example.
+
 If the function has an attribute `last`, it reads that many of the last real positions. Analyses
 then compute only the logits of these positions, and call the function with logits [batch, last,
 vocab]. Without the attribute, or if it is 0, they call the function with all positions. An

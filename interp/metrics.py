@@ -56,6 +56,10 @@ def logit_diff(right: "SeveralTokens", wrong: "SeveralTokens", pos: "Tokens" = -
             list selects the same columns in every example.) -1 is an example's last real token.
             Positions from 0 count columns, and must not be padding.
 
+    Returns:
+        The metric, a function from logits [batch, pos, vocab] to one number for each example
+        [batch], in logits. It is positive if the right token has the larger logit.
+
     Raises:
         ValueError: if a token is negative, or positions count from both ends. When called, if the
             logits have another number of examples, a vocabulary that is too small, or too few
@@ -83,6 +87,10 @@ def log_prob(token: Tokens, pos: Tokens = -1) -> Metric:
             the prompt; see `Pairs`.
         pos: see `logit_diff`, also for the errors.
 
+    Returns:
+        The metric, a function from logits [batch, pos, vocab] to one number for each example
+        [batch], in nats. It is at most 0.
+
     >>> log_prob(1)(torch.zeros(1, 3, 5)).exp()  # [batch, pos, vocab]: five equally likely tokens
     tensor([0.2000])
     """
@@ -104,6 +112,10 @@ def accuracy(token: Tokens, pos: Tokens = -1) -> Metric:
             metric is then 1 if greedy decoding after the prompt returns the whole text.
         pos: see `logit_diff`, also for the errors.
 
+    Returns:
+        The metric, a function from logits [batch, pos, vocab] to one number for each example
+        [batch], 0 or 1. Its mean over examples is the share of right answers.
+
     >>> accuracy([2, 0])(torch.tensor([[[0.0, 1.0, 3.0]], [[1.0, 2.0, 0.0]]]))
     tensor([1., 0.])
     """
@@ -123,6 +135,10 @@ def rank(token: Tokens, pos: Tokens = -1) -> Metric:
     Args:
         token: one token, or one for each example.
         pos: see `logit_diff`, also for the errors.
+
+    Returns:
+        The metric, a function from logits [batch, pos, vocab] to one number for each example
+        [batch], a number of tokens from 0 to vocab - 1.
 
     >>> rank([2, 0])(torch.tensor([[[0.0, 1.0, 3.0]], [[1.0, 2.0, 1.0]]]))
     tensor([0., 1.])
@@ -144,6 +160,10 @@ def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metri
         attention_mask: True or 1 at real tokens of a tensor [batch, pos]; other forms contain their
             masks. Only predictions of a real token from a real token are used. Padded texts need
             the mask both here and in the analysis.
+
+    Returns:
+        The metric, a function from logits [batch, pos, vocab] to one number for each example
+        [batch], in nats per token.
 
     Raises:
         ValueError: if an example has no prediction, or the mask has another shape. When called,
@@ -221,6 +241,10 @@ def kl_divergence(
         pos: see `logit_diff`; None for the mean over all real positions.
         attention_mask: True or 1 at real tokens. Padded texts need the mask both here and in the
             analysis.
+
+    Returns:
+        The metric, a function from logits [batch, pos, vocab] to one number for each example
+        [batch], in nats, at least 0 up to rounding.
 
     Raises:
         ValueError: as for `logit_diff`.

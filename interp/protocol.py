@@ -318,6 +318,10 @@ def run_with_cache(model: nn.Module, *args: Any, **options: Any) -> tuple[Any, A
         model: any module.
         args, options: the model's arguments, and the options of the cache.
 
+    Returns:
+        The output of the model, for a language model logits [batch, pos, vocab]; and the cache, by
+        the names of points.
+
     >>> from models import load
     >>> logits, cache = run_with_cache(load("pydoc-4l"), "def f(x):", names="blocks.2.resid_post")
     >>> cache["resid_post", 2].shape

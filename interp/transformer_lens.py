@@ -118,6 +118,9 @@ def hooks_name(
             biases of a gated MLP) are assumed to be the same.
         version: 2 for `HookedTransformer`, 4 for `TransformerBridge`.
 
+    Returns:
+        The full name of a point, with `*` for the layer if no layer is given.
+
     Raises:
         UnknownNameError: if TransformerLens does not have the name, or no point of ours is known to
             have the value. In the second case the error explains the value.

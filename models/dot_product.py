@@ -24,6 +24,9 @@ def scaled_dot_product_attention(
             is added to the scores. Its shape is [query, key], or all axes of the scores, each of
             full size or 1. See `causal_mask`.
 
+    Returns:
+        The weighted means of the values, [*axes, query, d_v], in the unit of `v`.
+
     Raises:
         ValueError: if the mask has another shape, or contains integers.
 
@@ -85,6 +88,9 @@ def causal_mask(pos: int, device: torch.device | str | None = None) -> Bool[Tens
     Args:
         pos: the number of queries and keys.
         device: the device of the mask. Default: the CPU.
+
+    Returns:
+        The mask [query, key], for `scaled_dot_product_attention`.
 
     Raises:
         ValueError: if `pos` is not a whole number of at least 0.

@@ -30,6 +30,9 @@ def fold_norms(model: Transformer) -> Transformer:
         model: the model, which does not change. The new model has the same dtype, device and mode,
             and memory of its own. In half precision the products are rounded.
 
+    Returns:
+        The new model. Its probabilities equal the probabilities of `model` up to rounding.
+
     Raises:
         ValueError: if there are no norms, if `norm_place` is not `pre`, or if a norm of the
             embeddings is learned.
@@ -95,6 +98,9 @@ def center(model: Transformer) -> Transformer:
         model: the model, which does not change. The new model has the same dtype, device and mode,
             and memory of its own. In half precision the differences are rounded, and means are zero
             up to rounding.
+
+    Returns:
+        The new model. Its probabilities equal the probabilities of `model` up to rounding.
 
     Raises:
         ValueError: unless only LayerNorms read the stream and only linear maps write to it: if

@@ -25,6 +25,9 @@ def register(name: str) -> Callable[[Describe], Describe]:
     Args:
         name: the name of the config.
 
+    Returns:
+        The decorator, which returns the decorated function itself.
+
     Raises:
         ValueError: if the decorated object is not a function that returns a `TransformerConfig`.
 
@@ -52,6 +55,9 @@ def register(name: str) -> Callable[[Describe], Describe]:
 def list_configs() -> list[str]:
     """Return the registered names, in order of registration.
 
+    Returns:
+        The names, for `build` and `config_of`.
+
     >>> list_configs()[:2]
     ['gpt2', 'gpt2-medium']
     """
@@ -66,6 +72,9 @@ def config_of(name: str, **overrides: Any) -> TransformerConfig:
     Args:
         name: the name of the config, one of `list_configs()`.
         overrides: fields of `TransformerConfig` with other values.
+
+    Returns:
+        The config. Fields that are not in `overrides` have their registered values.
 
     Raises:
         UnknownNameError: if the name (see `list_configs`) or a field is unknown. It is a KeyError
@@ -89,6 +98,9 @@ def build(name: str, **overrides: Any) -> Transformer:
     Args:
         name: the name of the config, one of `list_configs()`.
         overrides: fields of `TransformerConfig` with other values.
+
+    Returns:
+        The model, in training mode.
 
     Raises:
         UnknownNameError: if the name or a field is unknown; see `config_of`.

@@ -223,37 +223,41 @@ def test_public_names_are_pinned(package):
     assert all(hasattr(module, name) for name in module.__all__)
 
 
-SHOWN = {
-    "hooks": set(PUBLIC["hooks"].split()) - {"Hook", "Hooks", "Selector"},  # types
-    "models": {"Attention", "Block", "LayerNorm", "RMSNorm", "KVCache", "generate", "load"}
-    | {"skip_token_checks"},
-}
+FACES = """interp.directions interp.diffing interp.alignment interp.claims interp.store interp.features
+    interp.edits interp.plots interp.spectral interp.graph.circuits interp.attribution_graphs"""
 
 
-@pytest.mark.parametrize("package", SHOWN)
-def test_public_names_show_how_they_are_used(package):
-    module = __import__(package)
-    silent = [n for n in SHOWN[package] if ">>>" not in (inspect.getdoc(getattr(module, n)) or "")]
-    assert not silent
+def public_objects(module):
+    """Yield the name and the value of each public function and class of a module."""
+    package = importlib.import_module(module)
+    for name in package.__all__:
+        value = getattr(package, name)
+        if inspect.isfunction(value) or inspect.isclass(value):
+            yield name, value
 
 
-FACES = "interp.directions interp.diffing interp.alignment interp.claims interp.store interp.features interp.edits interp.plots"
+@pytest.mark.parametrize("module", [*PUBLIC, *FACES.split()])
+def test_help_shows_an_example_and_the_result(module):
+    for name, value in public_objects(module):
+        shown = inspect.getdoc(value) or ""
+        assert ">>>" in shown, f"{name} has no example"
+        if inspect.isfunction(value) and inspect.signature(value).return_annotation is not None:
+            assert "\nReturns:\n" in shown or "\nYields:\n" in shown, name
+
+
 # A config has a field for each difference between architectures.
 LONG = {"TransformerConfig"}
 
 
 @pytest.mark.parametrize("module", [*PUBLIC, *FACES.split()])
 def test_help_begins_with_a_signature_that_a_person_can_read(module):
-    package = importlib.import_module(module)
-    for name in {*package.__all__} - LONG:
-        value = getattr(package, name)
-        if inspect.isfunction(value) or inspect.isclass(value):
-            try:
-                signature = str(inspect.signature(value))
-            except ValueError:  # Python does not know the signature of some exceptions and types.
-                continue
-            assert len(signature) <= 600, f"{name} has a signature of {len(signature)} characters"
-            assert "NoOthers" not in signature, name
+    for name, value in public_objects(module):
+        try:
+            signature = str(inspect.signature(value))
+        except ValueError:  # Python does not know the signature of some exceptions and types.
+            continue
+        assert name in LONG or len(signature) <= 600, f"{name}: {len(signature)} characters"
+        assert "NoOthers" not in signature, name
 
 
 # Both cases run in one process, to test that calls are counted anew in each test.

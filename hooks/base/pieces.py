@@ -152,6 +152,9 @@ def position_offset(
         real: the mask of real columns, up to the last column of the piece. None if there is no
             padding. A mask on an accelerator is copied to the CPU when an edit needs it.
 
+    Returns:
+        The context manager. At its end, runs read the same piece as before it.
+
     Raises:
         ValueError: if the column is negative.
 
@@ -184,6 +187,9 @@ def piece_is_known() -> bool:
 
 def start_of_piece() -> int | None:
     """Return the first column of this run's piece, or None if the run reads a whole text.
+
+    Returns:
+        The number of the column, counted from 0 with padding. None if the run reads a whole text.
 
     >>> start_of_piece() is None
     True

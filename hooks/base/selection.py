@@ -101,6 +101,9 @@ def all_but(*places: SupportsIndex) -> AllBut:
 
     Padding is never selected. Negative numbers count from the end, as in a list of places.
 
+    Returns:
+        The index of one axis, for edits and for every argument that selects places along an axis.
+
     Raises:
         TypeError: if a place is not an integer.
 
@@ -491,6 +494,10 @@ def index_by_axis(
         axes: the names of the tensor's axes.
         where: the index along each axis that is sliced.
         what: the name of the tensor, for errors.
+
+    Returns:
+        One index for each axis of the tensor, in the order of `axes`. Axes that are not in `where`
+        get a full slice.
 
     Raises:
         UnknownNameError: if an axis of `where` is not one of `axes`.

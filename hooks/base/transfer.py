@@ -75,6 +75,9 @@ def skip_token_checks() -> AbstractContextManager[None]:
     masks are known to be right: with a token outside the vocabulary or a wrong mask, the values at
     the points and the logits are arbitrary.
 
+    Returns:
+        The context manager. At its end, models check tokens and masks as before.
+
     >>> from models import Transformer, TransformerConfig
     >>> sizes = dict(vocab_size=7, n_ctx=5, n_layers=1, n_heads=1, d_model=4)
     >>> model = Transformer(TransformerConfig(**sizes))

@@ -56,6 +56,9 @@ def counterfactual(
         base, source: the inputs.
         variables: the names of the variables from the source.
 
+    Returns:
+        The value of each variable of the causal model, by name.
+
     >>> def add(a, b, first=None):
     ...     first = a if first is None else first
     ...     return {"first": first, "sum": first + b}

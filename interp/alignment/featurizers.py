@@ -93,6 +93,9 @@ def subspace(directions: Float[Tensor, "d *k"]) -> Featurizer:
         directions: one direction [d_model], or several as the columns of a matrix [d_model,
             direction]. The directions need not be orthonormal.
 
+    Returns:
+        The featurizer, for `edits.interchange` and `align`, with one feature for each direction.
+
     Raises:
         ValueError: if the directions are not linearly independent.
 
@@ -110,6 +113,10 @@ def neurons(size: int) -> Featurizer:
 
     Args:
         size: the number of components of a value.
+
+    Returns:
+        The featurizer, for `edits.interchange` and `align`, with `size` features in the unit of the
+        value.
 
     >>> neurons(2).interchanged(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
     tensor([3., 4.])
@@ -129,6 +136,10 @@ def pca(values: Float[Tensor, "row d"], k: int) -> Featurizer:
         values: the values.
         k: the number of components.
 
+    Returns:
+        The featurizer, for `edits.interchange` and `align`, with `k` features, by decreasing
+        variance.
+
     Raises:
         ValueError: if the values have fewer than `k` components.
 
@@ -146,6 +157,10 @@ def of_dictionary(dictionary: Dictionary) -> Featurizer:
     """Return the features of a sparse autoencoder, all of them interchanged.
 
     The reconstruction error of the autoencoder stays in the value.
+
+    Returns:
+        The featurizer, for `edits.interchange` and `align`, with one feature for each feature of
+        the dictionary, in the unit of its activations.
 
     Raises:
         ValueError: if the dictionary is a transcoder or a temporal dictionary.

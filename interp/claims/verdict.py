@@ -85,6 +85,12 @@ class Test:
         low, high: the ends of its 95% interval over examples; NaN without an interval.
         unit: the unit of the numbers.
         note: a remark.
+
+    >>> import torch
+    >>> shares = Result(torch.tensor([[0.9, 1.0, 1.1, 0.9, 1.0]]), ("place", "example"))
+    >>> test = Test.of("fresh pairs", shares, Bounds(least=0.8))
+    >>> test.status, round(test.measured, 3), round(test.low, 3)
+    ('holds', 0.98, 0.876)
     """
 
     name: str

@@ -147,6 +147,18 @@ class ModelChange(plots.Shown):
             direction of this size has the same number in `stream`.) The next text is read at the
             same position.
 
+    >>> import copy
+    >>> from interp import compare_models
+    >>> from models import load
+    >>> base = load("pydoc-4l")
+    >>> tuned = copy.deepcopy(base)
+    >>> with torch.no_grad():  # layer 3 now writes the direction of the token Q
+    ...     _ = tuned.blocks[3].mlp.output.bias.add_(8 * tuned.W_U[:, base.encoded("Q")[0]])
+    >>> compare_models(tuned, base, ["def f(x):", "Return the"])
+    ModelChange on 2 texts, 19 tokens
+      KL from the base in nats: tuned 3.466, random 0.1766, other texts 5.023, shuffled 6.658
+      difference of the stream, layer 0: tuned 0, other texts 1.109, shuffled 1.109
+      difference of the stream, layer 3: tuned 0.5453, other texts 1.384, shuffled 1.496
     """
 
     kl: Result
@@ -355,6 +367,10 @@ def compare_models(
         batch: the largest number of texts in a batch.
         seed: the seed of the controls.
         progress: whether to show a progress bar after two seconds.
+
+    Returns:
+        The differences, tables [pos, example] in nats and [layer, pos, example] as shares of the
+        base, with controls; see `ModelChange`.
 
     Raises:
         ValueError: if names, axes or sizes of the models differ (the error names the first

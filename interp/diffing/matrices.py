@@ -93,6 +93,17 @@ class MatrixChange:
         random_strength: the mean of the same number for random directions.
         parts: the relative changes of the parts `q`, `k` and `v`, if the weight of a plain model
             contains queries, keys and values; empty for other weights.
+
+    >>> import copy
+    >>> from interp import compare_models
+    >>> from models import load
+    >>> base = load("pydoc-4l")
+    >>> tuned = copy.deepcopy(base)
+    >>> with torch.no_grad():
+    ...     _ = tuned.blocks[2].mlp.output.weight[5].add_(1.0)  # a row of 512 numbers
+    >>> change = compare_models(tuned, base, "x").weights["blocks.2.mlp.output.weight"]
+    >>> round(change.effective_rank, 6), round(change.s[0].item() ** 2)  # rank 1, and 512 ones
+    (1.0, 512)
     """
 
     name: str
@@ -122,6 +133,17 @@ class WeightChanges(plots.Shown):
     Attributes:
         changes: the changes, also of weights that did not change.
 
+    >>> import copy
+    >>> from interp import compare_models
+    >>> from models import load
+    >>> base = load("pydoc-4l")
+    >>> tuned = copy.deepcopy(base)
+    >>> with torch.no_grad():
+    ...     _ = tuned.blocks[1].attn.output.weight.mul_(1.2)
+    ...     _ = tuned.blocks[2].mlp.output.weight.mul_(0.7)
+    >>> changes = compare_models(tuned, base, "x").weights
+    >>> [(change.name, round(change.relative, 3)) for change in changes.changes[:2]]
+    [('blocks.2.mlp.output.weight', 0.3), ('blocks.1.attn.output.weight', 0.2)]
     """
 
     changes: tuple[MatrixChange, ...]

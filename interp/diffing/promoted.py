@@ -43,6 +43,16 @@ class DifferenceLens(plots.Shown):
             tuned model.
         to_text: the function that returns the texts of tokens; None without a tokenizer.
 
+    >>> import copy
+    >>> from interp import compare_models
+    >>> from models import load
+    >>> base = load("pydoc-4l")
+    >>> tuned = copy.deepcopy(base)
+    >>> with torch.no_grad():  # layer 3 now writes the direction of the token Q
+    ...     _ = tuned.blocks[3].mlp.output.bias.add_(8 * tuned.W_U[:, base.encoded("Q")[0]])
+    >>> lens = compare_models(tuned, base, "def f(x):").lens(layer=3, draws=2)
+    >>> [(row, base.to_text(token)) for row, token in zip(lens.rows, lens.top(1))]
+    [('difference', 'Q'), ('random 0', 's'), ('random 1', 'l')]
     """
 
     name: str

@@ -62,6 +62,11 @@ def leace(moments: Moments) -> Eraser:
         moments: the moments of values and labels. A label with several classes has a column for
             each class.
 
+    Returns:
+        The eraser, an edit of values [*rows, d] in the unit of these values. After the edit, no
+        linear function of the values predicts the labels better than a constant, in squared error
+        on the values of the moments.
+
     Raises:
         ValueError: if there are fewer than two rows.
 

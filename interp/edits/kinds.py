@@ -44,6 +44,10 @@ def zero(*unnamed: object, **where: Index) -> Edit:
             `interp.edits` describes the indices.
         unnamed: arguments without the name of an axis, which raise an error.
 
+    Returns:
+        The edit, a hook for runs, generation, sweeps and circuits. Values at the place become 0,
+        and all other values stay the same.
+
     Raises:
         TypeError: if the place is given without the name of an axis.
 
@@ -72,6 +76,9 @@ def scale(factor: float, **where: Index) -> Edit:
         factor: the number.
         where: the place that is changed, by axis; see `zero`.
 
+    Returns:
+        The edit, as for `zero`. A value x at the place becomes `factor * x`.
+
     >>> from hooks import Point
     >>> scale(0.5, pos=1)(torch.ones(1, 3), Point("resid_pre", ("batch", "pos")))
     tensor([[1.0000, 0.5000, 1.0000]])
@@ -89,6 +96,10 @@ def add(vector: Values, scale: float = 1.0, **where: Index) -> Edit:
             the point is added, or a cache. See `replace` for the columns of a cache.
         scale: the number. Default: 1.
         where: the place that is changed, by axis; see `zero`.
+
+    Returns:
+        The edit, as for `zero`. A value x at the place becomes `x + scale * vector`, in the unit of
+        the point.
 
     >>> from hooks import Point
     >>> edit = add(torch.tensor([1.0, 0.0]), 2.0, pos=-1)
@@ -124,6 +135,10 @@ def replace(source: Values, *, source_pos: Index | None = None, **where: Index) 
             for all positions. Negative numbers count from the end of each text of the source.
             Default: see above.
         where: the place that is replaced, by axis; see `zero`.
+
+    Returns:
+        The edit, as for `zero`. Values at the place become the values of the source, in the order
+        of the selected positions.
 
     Raises:
         EditError: when the edit is applied, if a value of padding would be copied to a real token,
@@ -166,6 +181,10 @@ def mean(
         attention_mask: 1 or True for real columns of the reference. Padding is ignored. Default:
             the mask of a cache; a tensor has no padding.
         where: the place that is replaced, by axis.
+
+    Returns:
+        The edit, as for `zero`. Values at the place become the mean, which has one entry along the
+        axes in `across` and the sizes of the reference along all other axes.
 
     Raises:
         ValueError: if `across` names no axis.
@@ -240,6 +259,10 @@ def resample(
             padding. Default: the mask of a cache; a tensor has no padding.
         where: the place that is replaced, by axis.
 
+    Returns:
+        The edit, as for `zero`. Values at the place become the values of the donor at the same
+        columns.
+
     Raises:
         EditError: when the edit is applied, if a value of padding would be copied to a real token,
             if positions count from the end and the padding of the source differs from the edited
@@ -291,6 +314,10 @@ def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
         seed: the seed of the noise.
         where: the place that is changed, by axis.
 
+    Returns:
+        The edit, as for `zero`. A value x at the place becomes `x + scale * z`, where z is drawn
+        from the normal distribution.
+
     >>> from hooks import Point
     >>> edit = noise(0.1, seed=3, pos=slice(0, 2))
     >>> noised = edit(torch.zeros(1, 3), Point("any", ("batch", "pos")))
@@ -317,6 +344,9 @@ def knockout(query: Index | None = None, key: Index | None = None, **where: Inde
     Args:
         query, key: the columns of the text. Default: all columns.
         where: the heads or rows, by axis. Default: all.
+
+    Returns:
+        The edit, only for points named `scores`, [batch, head, query, key].
 
     Warns:
         UserWarning: if all keys come after all queries.

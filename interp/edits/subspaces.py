@@ -47,6 +47,11 @@ def interchange(
             features of the values, such as the features of `interp.alignment`.
         where: the place that is changed, by axis.
 
+    Returns:
+        The edit, as for `edits.zero`. A value x at the place becomes `x - P x + P s`, where P
+        projects on the subspace and s is the value of the source. Features of
+        `interp.alignment` replace P by their encoder and decoder.
+
     Raises:
         ValueError: if the columns are not linearly independent.
 
@@ -81,6 +86,10 @@ def project_out(directions: Float[Tensor, "dim *k"], **where: Index) -> Edit:
     Args:
         directions: a direction, or several directions as columns, which need not be orthonormal.
         where: the place that is changed, by axis.
+
+    Returns:
+        The edit, as for `edits.zero`. A value x at the place becomes `x - P x`, where P projects on
+        the span of the directions.
 
     Raises:
         ValueError: if the directions are not linearly independent.

@@ -29,6 +29,9 @@ def stability(one: Dictionary, other: Dictionary) -> Float[Tensor, " feature"]:
         one: the dictionary whose features are compared.
         other: the dictionary that is searched for similar features.
 
+    Returns:
+        The cosines [feature], from -1 to 1, in the order of the features of `one`.
+
     Raises:
         ValueError: if the two dictionaries write vectors of different sizes.
 

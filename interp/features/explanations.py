@@ -71,6 +71,10 @@ class JudgedExample:
         reply: the answer of the judge.
         says: True for yes, False for no, None if the answer is neither. An answer that is neither
             counts as wrong.
+
+    >>> answer = JudgedExample("detection", "random", "given", "Is a digit here? cat", "yes", True)
+    >>> answer.is_right  # the feature is not active here
+    False
     """
 
     test: _Test
@@ -94,6 +98,14 @@ class BalancedAccuracy(NamedTuple):
         low, high: the ends of its 95% interval over contexts; NaN for fewer than three contexts of
             a kind.
         n_active, n_other: the number of contexts where the feature is active, and of others.
+
+    >>> answers = [
+    ...     JudgedExample("fuzzing", kind, "given", "?", "", says)
+    ...     for kind, says in [("active", True)] * 4 + [("random", False)] * 3 + [("random", True)]
+    ... ]
+    >>> share = ExplanationScore(7, "digits", "commas", answers).of("fuzzing", "random")
+    >>> share.value  # all 4 active contexts and 3 of 4 random contexts are judged rightly
+    0.875
     """
 
     value: float

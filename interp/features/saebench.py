@@ -29,6 +29,10 @@ def for_saebench(
         hook_name: the name of the point in TransformerLens. Default: the name for
             `dictionary.reads`.
 
+    Returns:
+        The module, in SAEBench's class `BaseSAE`, with the dtype and the device of the dictionary.
+        Its `encode` returns features [..., feature], and `decode` returns values [..., d_model].
+
     Raises:
         ValueError: if SAEBench cannot express the dictionary, or the point is unknown.
         ImportError: if `sae_bench` is not installed (`pip install sae-bench`).

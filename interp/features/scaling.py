@@ -56,6 +56,16 @@ class LatentScaling(plots.Shown):
         relative_norm: the relative decoder norms of `member`, [feature].
         density: the share of tokens where the feature is not 0, [feature].
         n_tokens: the number of tokens.
+
+    >>> import torch
+    >>> scaling = LatentScaling(
+    ...     "tuned", "base",
+    ...     betas=torch.tensor([[[1.0, 1.0], [0.1, 0.8]], [[1.0, 1.0], [0.2, 0.2]]]),
+    ...     relative_norm=torch.tensor([0.95, 0.95]), density=torch.tensor([0.01, 0.02]),
+    ...     n_tokens=1000,
+    ... )
+    >>> scaling.belongs()  # the error of base contains feature 1, so it is in both models
+    tensor([ True, False])
     """
 
     member: str

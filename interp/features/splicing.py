@@ -172,6 +172,10 @@ def splice(
             model runs on a few tokens to find the point with the same value. Default: the point in
             the config.
 
+    Yields:
+        A runner of the model. The activations of features are values of points whose names end with
+        `features`, [batch, pos, feature], in the unit of the dictionary.
+
     Raises:
         TypeError: if an object is no dictionary, or writes to several layers.
         UnknownNameError: if a point is not in the model.

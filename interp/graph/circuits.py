@@ -32,6 +32,9 @@ def above(graph: Graph, scores: Result, threshold: float, signed: bool = False) 
             metric towards the metric of the other text. Default: keep edges with large effects of
             either sign.
 
+    Returns:
+        The circuit, pruned: the edges with a mean effect above the threshold.
+
     Raises:
         ValueError: if scores are not finite, if they do not contain all edges of this graph, or,
             with `signed`, if they lack the metric of both texts.
@@ -55,6 +58,9 @@ def top(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
     Args:
         graph, scores, signed: see `above`.
         n: the number of edges to select.
+
+    Returns:
+        The circuit, pruned, of at most `n` edges.
 
     Raises:
         ValueError: if the graph has fewer than `n` edges, or for the reasons of `above`.
@@ -130,6 +136,9 @@ def random(graph: Graph, n: int, seed: int = 0) -> Circuit:
         graph: the graph of the model.
         n: the number of edges.
         seed: the seed of the choice of edges. Default: 0.
+
+    Returns:
+        The circuit of exactly `n` edges. Each set of `n` edges of the graph is equally likely.
 
     Raises:
         ValueError: if the graph has fewer than `n` edges.

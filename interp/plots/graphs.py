@@ -32,6 +32,10 @@ def circuit(circuit: Any, curve: Any = None) -> View:
         curve: the result of `interp.circuit_curve`. The slider then shows the faithfulness of the
             nearest measured size.
 
+    Returns:
+        The page, for `.save()`, `.show()` and notebooks. Edges have the unit of the scores that the
+        circuit was found with.
+
     >>> from interp import Circuit, graph
     >>> from models import load
     >>> edges = ["input->a0.h1<v>", "a0.h1->logits"]
@@ -80,6 +84,10 @@ def features(cards: Sequence[Any]) -> View:
 
     Args:
         cards: the cards, from `interp.features.feature_cards`.
+
+    Returns:
+        The page, for `.save()`, `.show()` and notebooks, with one card for each feature, in the
+        given order.
 
     >>> from interp.features import FeatureCard
     >>> features([FeatureCard(7, 0.25, top=[("a", 1.5)])])
@@ -153,6 +161,10 @@ def attribution(graph: Any, cards: Mapping[int, Sequence[Any]] | None = None) ->
         graph: a `PrunedGraph`.
         cards: the cards by layer, from `interp.features.feature_cards`. Each card is shown with its
             feature.
+
+    Returns:
+        The page, for `.save()`, `.show()` and notebooks. The weight of a link is in the unit of its
+        target: the logit, or the pre-activation of the feature.
 
     >>> from interp.attribution_graphs import Link, Node, PrunedGraph
     >>> nodes = [Node("E_3_0", "token", -1, 0, 3, "a"), Node("2_5_0", "logit", 1, 0, 5, "b")]

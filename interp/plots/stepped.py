@@ -26,6 +26,10 @@ def steps(words: Sequence[str], result: Any) -> View:
         words: the text of each step, `Steps.words`.
         result: the result of `suppressed`, or an importance of `resampled`.
 
+    Returns:
+        The page, for `.save()`, `.show()` and notebooks. Colours are in the unit of the result.
+        `.figure` is the plot of the effects.
+
     Raises:
         ValueError: if the result does not have these axes, or has other steps.
 

@@ -38,6 +38,10 @@ def effects(result: Any, facet: str | None = None) -> View:
         facet: the name of the axis that gets one heat map for each of its labels, if the result has
             three axes besides `example`. Default: the first axis.
 
+    Returns:
+        The page, for `.save()`, `.show()` and notebooks, in the unit of the result. `.figure` is
+        the same plot as a matplotlib figure.
+
     Raises:
         UnknownNameError, ValueError: as for `Result.plot`.
 
@@ -108,6 +112,10 @@ def image(
         grid: the numbers of rows and columns of patches. Default: a square.
         title, unit: the title and the unit of the numbers.
 
+    Returns:
+        The page, for `.save()`, `.show()` and notebooks, with the values in `unit`, in the rows and
+        columns of the grid.
+
     Raises:
         ValueError: if the patches do not fill the grid.
 
@@ -146,6 +154,10 @@ def together(title: str, results: Mapping[str, Any]) -> View:
         results: the results by heading; see `effects`. A value can also be a `View`, whose parts
             are drawn.
 
+    Returns:
+        The page, for `.save()`, `.show()` and notebooks, with one part for each heading, in the
+        given order.
+
     >>> from interp import Result
     >>> one = Result(torch.tensor([[1.0, 3.0, 2.0]]), ("layer", "example"), unit="logits")
     >>> together("two", {"first": one, "second": one})
@@ -176,6 +188,10 @@ def curves(
         axis: the name of the axis.
         unit: the unit of the numbers.
         title: the title above the plot.
+
+    Returns:
+        The page, for `.save()`, `.show()` and notebooks, in the given unit. `.figure` is the same
+        plot as a matplotlib figure.
 
     Raises:
         ValueError: if there are no lines, or the lines differ in length.

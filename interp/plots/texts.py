@@ -47,6 +47,10 @@ def patterns(
         head: the head that is shown first.
         scores: a `Result` of heads, with the axes `layer` and `head`.
 
+    Returns:
+        The page, for `.save()`, `.show()` and notebooks: for each head a picture [query, key] of
+        weights from 0 to 1.
+
     Raises:
         TypeError: if the model and the cache are exchanged.
         UnknownNameError: if the cache has no patterns.
@@ -238,6 +242,10 @@ def text(
         unit: the unit of the values.
         title: the title above the text.
 
+    Returns:
+        The page, for `.save()`, `.show()` and notebooks, with the value of each token in the given
+        unit.
+
     Raises:
         ValueError: if the number of values is not the number of tokens.
 
@@ -278,6 +286,10 @@ def lens(readout: Any) -> View:
 
     Args:
         readout: a `LensReadout` from `logit_lens`.
+
+    Returns:
+        The page, for `.save()`, `.show()` and notebooks: a table [layer, pos] of tokens and
+        probabilities.
 
     >>> from interp import logit_lens, run_with_cache
     >>> from models import load

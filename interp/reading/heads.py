@@ -253,6 +253,9 @@ def repeated_tokens(
         copies: the number of times that each row is repeated. Default: 2.
         seed: the seed of the tokens. Default: 0.
 
+    Returns:
+        The tokens, integers from 0 to `vocab_size` - 1, on the CPU.
+
     Raises:
         ValueError: if a number is below 1.
 

@@ -43,6 +43,9 @@ def without_adapter(model: nn.Module) -> WithoutAdapter:
     Args:
         model: a model with an adapter of peft, with hook points (`models.attach`).
 
+    Returns:
+        The model without its adapter, for `source=` of an analysis and `base=` of `compare_models`.
+
     Raises:
         TypeError: if the model is not a module.
         ValueError: if the model has no adapter, if an adapter is merged into the weights, or if an

@@ -121,6 +121,10 @@ def svd(matrices: Float[Tensor, "*batch rows columns"], name: str = "matrices") 
         matrices: finite numbers.
         name: the name of the matrices in errors.
 
+    Returns:
+        The decomposition, with k = min(rows, columns): `u` [*batch, rows, k], `s` [*batch, k] in
+        the unit of the matrices, `vh` [*batch, k, columns].
+
     Raises:
         ValueError: if a number is not finite. The error names the first place.
 
@@ -167,6 +171,10 @@ def randomized_svd(
         seed: the seed of the random start.
         name: the name of the matrices in errors.
 
+    Returns:
+        The decomposition: `u` [*batch, rows, k], `s` [*batch, k] in the unit of the matrices, `vh`
+        [*batch, k, columns].
+
     Raises:
         ValueError: as for `svd`, or if k is not 1 to min(rows, columns), or oversample is below 2.
 
@@ -212,6 +220,9 @@ def effective_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
     Args:
         s: all singular values of a matrix, descending.
 
+    Returns:
+        The ranks [*batch], in float64, as a number of dimensions.
+
     Raises:
         ValueError: if the values are not finite, not descending, or negative.
 
@@ -237,6 +248,9 @@ def stable_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
     Args:
         s: all singular values of a matrix, descending.
 
+    Returns:
+        The ranks [*batch], in float64, as a number of dimensions.
+
     Raises:
         ValueError: as for `effective_rank`.
 
@@ -260,6 +274,9 @@ def spectral_gap(s: Float[Tensor, "*batch k"], at: int = 1) -> Float[Tensor, "*b
         s: singular values of a matrix, descending.
         at: the number of the singular value, counted from 1.
 
+    Returns:
+        The gaps [*batch], at least 0, in float64.
+
     Raises:
         ValueError: as for `effective_rank`, or if this singular value does not exist.
 
@@ -281,6 +298,9 @@ def condition_number(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
 
     Args:
         s: all singular values of a matrix, descending.
+
+    Returns:
+        The ratios [*batch], in float64, without a unit.
 
     Raises:
         ValueError: as for `effective_rank`.

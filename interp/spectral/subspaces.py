@@ -25,6 +25,9 @@ def principal_angles(
     Args:
         a, b: bases, which need not be orthonormal.
 
+    Returns:
+        The angles [*batch, min(k, l)], from 0 to pi / 2, in float64.
+
     Raises:
         ValueError: as for `svd`, or if the columns of a basis are not linearly independent, as in a
             zero matrix. The error names the first of these matrices.
@@ -52,6 +55,9 @@ def subspace_angles(
         k: the number of singular vectors.
         side: `left` or `right` singular vectors.
 
+    Returns:
+        The angles [*batch, k], from 0 to pi / 2, in float64.
+
     Raises:
         ValueError: if side is neither `left` nor `right`, or k is not 1 to the number of singular
             values.
@@ -77,6 +83,9 @@ def subspace_overlap(
     Args:
         a, b: bases, which need not be orthonormal.
 
+    Returns:
+        The overlaps [*batch], in float64, without a unit.
+
     Raises:
         ValueError: as for `principal_angles`.
 
@@ -99,6 +108,9 @@ def subspace_projection(
         vectors: any vectors.
         basis: a matrix whose columns span the space; they need not be orthonormal.
 
+    Returns:
+        The projected vectors [*axes, dim], in the unit of `vectors`.
+
     Raises:
         ValueError: as for `principal_angles`.
 
@@ -117,6 +129,10 @@ def drift(decomposition: SVD, k: int, side: Side = "right") -> Float[Tensor, "ch
         decomposition: the decomposition of matrices [step, ..., rows, columns].
         k: the number of singular vectors.
         side: `left` or `right` singular vectors.
+
+    Returns:
+        The angles [change, *batch, k] in radians, ascending, with change = step - 1. Entry i
+        compares step i with step i + 1.
 
     Raises:
         ValueError: as for `subspace_angles`.
@@ -139,6 +155,9 @@ def alignment(first: SVD, second: SVD, k: int, side: Side = "right") -> Float[Te
         first, second: decompositions of matrices of the same shape.
         k: the number of singular vectors.
         side: `left` or `right` singular vectors.
+
+    Returns:
+        The cosines [*batch, k], in float64, in the order of the singular values.
 
     Raises:
         ValueError: as for `subspace_angles`.

@@ -30,6 +30,10 @@ def ov_circuit(model: nn.Module, *, fold: bool = True) -> FactoredMatrix:
             attention are folded in too. If only LayerNorms read the stream, the mean of a head's
             output is left out. False returns the model's own weights. Default: True.
 
+    Returns:
+        The products of all heads, as two factors: [layer, head, d_model read, d_model written].
+        Indices and `svd()` use the factors, without the full matrices.
+
     Raises:
         TypeError: if a weight or a norm is missing; or if `fold`, and a norm is neither a
             LayerNorm nor an RMSNorm.
@@ -58,6 +62,10 @@ def qk_circuit(
         model: see `LanguageModel`.
         fold: whether norms are folded in.
         distance: the number of positions from the key to the query; needed if positions are rotary.
+
+    Returns:
+        The products of all heads, as two factors: [layer, head, d_model of the query, d_model of
+        the key].
 
     Raises:
         TypeError, ValueError: as for `ov_circuit`; or if positions are rotary and the distance is

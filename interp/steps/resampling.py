@@ -211,6 +211,10 @@ def resampled(
             tokens to lists of new tokens, for example of a server. Default: the model continues.
         progress: whether to show a bar after two seconds.
 
+    Returns:
+        The effects [importance, step, example] in nats, with the ends of their intervals, and the
+        rewritten steps and answers; see `Resampled`.
+
     Raises:
         ValueError: if the steps have no answer or are not sentences or words, if a number is out of
             range, or if no continuation contains an answer.

@@ -87,6 +87,10 @@ def load(
         revision: a branch, tag or commit of a model on the hub. Default: the main branch.
         progress: whether to show a progress bar after two seconds.
 
+    Returns:
+        The model. `model.config` has its sizes, `model.tokenizer` its tokenizer, and `model(texts)`
+        returns logits [batch, pos, vocab].
+
     Raises:
         FileNotFoundError: if no model has this name; the error lists the models that ship with this
             package.
@@ -202,6 +206,9 @@ def load_tokenizer(
         name_or_path: the name or path of a model, as in `load`, or the path of a file of a
             tokenizer.
         revision: a branch, tag or commit of a model on the hub. Default: the main branch.
+
+    Returns:
+        The tokenizer, with `encode` from a text to tokens and `decode` from tokens to a text.
 
     Raises:
         FileNotFoundError: if no model or directory is found, or if it has no tokenizer.

@@ -26,6 +26,9 @@ CONFIG, VOCABULARY = "config.json", "vocabulary.json"
 def list_models() -> list[str]:
     """Return the names of the models that ship with this package.
 
+    Returns:
+        The names, in alphabetical order. `load` accepts them.
+
     >>> list_models()
     ['pydoc-4l']
     """

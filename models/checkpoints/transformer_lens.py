@@ -56,6 +56,9 @@ def from_transformer_lens(
         dtype: the dtype of all parameters. Default: the dtype of the state dict.
         device: the device of the parameters. Default: the CPU.
 
+    Returns:
+        The model, in evaluation mode, with logits [batch, pos, vocab].
+
     Raises:
         ValueError: if the config is needed for a field (the error names it), if a field of the
             config is not supported, or if keys, shapes or buffers do not match the config.

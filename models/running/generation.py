@@ -108,6 +108,9 @@ def generate(
         options: `attention_mask`, `temperature`, `top_k`, `top_p`, `min_p`, `stop`, `seed`,
             `max_context`, `prefill_chunk` and `compiled`; see `generate_steps`.
 
+    Returns:
+        One list of tokens for each prompt, of different lengths.
+
     Raises:
         ValueError: see `generate_steps`.
 
@@ -144,6 +147,9 @@ def generate_text(
         prompts: a text, or a batch of texts, in any form; see `Transformer.to_tokens`.
         max_new_tokens: the largest number of new tokens.
         options: see `generate_steps`.
+
+    Returns:
+        A text for a single text, otherwise a list with one text for each prompt.
 
     Raises:
         ValueError: see `generate_steps`. The tokenizer also raises this error if it does not know a
@@ -226,6 +232,10 @@ def generate_steps(
             as `dict(mode="reduce-overhead")` on a GPU. Hooks that act at the first compilation are
             part of the graph; without a graph run the steps of hooks that write another value at
             each position, of hooks at `scores` and `pattern`, and of caches. Default: False.
+
+    Returns:
+        An iterator with at most `max_new_tokens` steps. A step has the new tokens [batch] and their
+        logits [batch, vocab]; see `Step`. The steps end early if every row has ended.
 
     Raises:
         ValueError: at the call, if a sampling option is out of range, if a prompt is empty, if a

@@ -169,6 +169,9 @@ def row_generator(seed: int, row: int, device: torch.device | str = "cpu") -> to
         row: the index of the row in the batch.
         device: the device of the model's logits. Default: "cpu".
 
+    Returns:
+        The generator, on `device`, before its first draw.
+
     >>> first, second = (torch.rand(1, generator=row_generator(7, row)) for row in (0, 1))
     >>> bool(first == second)
     False

@@ -31,6 +31,9 @@ from models.transformer import Transformer
 Batches = Callable[[int, torch.Generator], Int[Tensor, "batch pos"]]
 """A function that returns the batch of a step, counted from 0.
 
+For example, `lambda step, generator: sample_batch(tokens, 8, 33, generator)` draws 8 windows of 33
+tokens.
+
 The model reads all tokens of a row except the last, and predicts all except the first.
 
 A batch must depend only on the step and the generator. Otherwise a resumed run continues with other
@@ -172,6 +175,10 @@ def next_token_loss(
         tokens: the tokens that the model read.
         attention_mask: 1 or True at real tokens, 0 or False at padding. Default: no padding.
 
+    Returns:
+        The losses [batch, pos - 1], in nats. Entry i is the loss of token i + 1, in the dtype
+        of the logits.
+
     Raises:
         ValueError: if the tokens are not integers [batch, pos], or the logits are of another shape.
         TypeError: if the logits are no tensor.
@@ -228,6 +235,10 @@ def train_test_split(
         tokens: a text [pos], or walks [walk, pos], which are many texts of equal length.
         fraction: the share of the first part, which is for training.
 
+    Returns:
+        The first part and the second part, with the axes of `tokens`. They share memory with
+        `tokens`. Walks are not divided.
+
     Raises:
         ValueError: if one of the two parts would be empty.
 
@@ -255,6 +266,10 @@ def sample_batch(
         batch: the number of windows.
         length: the number of tokens of a window.
         generator: the generator of the draws, on the CPU.
+
+    Returns:
+        The windows [batch, length], on the device of the text. Each possible window is equally
+        likely.
 
     Raises:
         ValueError: if the text, or each walk, is shorter than a window.
@@ -291,6 +306,10 @@ def evaluate(
         batch: the number of windows that are read at once.
         characters_per_token: see `Evaluation`.
         loss: the loss; see `train`. Default: the loss of each next token.
+
+    Returns:
+        The mean loss, in nats per token unless `loss` has another unit, and its standard error over
+        windows.
 
     Raises:
         ValueError: if the tokens are not integers or are outside the vocabulary, if the text or

@@ -111,6 +111,9 @@ def from_hf(
         ignore: keys of the config to treat as absent; see `load`.
         tokenizer: the tokenizer of the model, for example a tokenizer of transformers.
 
+    Returns:
+        The copy. Its logits [batch, pos, vocab] equal the logits of `model`, up to rounding.
+
     Raises:
         TypeError: if the model has no config of transformers, or if `tokenizer` is not a tokenizer.
         ValueError: if a module has a forward of its own or a hook, if the model has an adapter of
