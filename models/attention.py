@@ -19,10 +19,10 @@ from models.norm import QKNorm
 from models.positions import rotary
 from models.running.context import Context, ContextOrMask, make_context
 from models.running.masks import Visible, dense
-from models.weights import QueryKeyValueWeights
+from models.weights import AttentionWeights
 
 
-class Attention(QueryKeyValueWeights, Component):
+class Attention(AttentionWeights, Component):
     """Causal attention, `softmax(scale q k^T) v` in each head (Vaswani et al. 2017).
 
     One linear map computes queries, keys and values. `n_heads / n_kv_heads` query heads share a key
@@ -164,25 +164,6 @@ class Attention(QueryKeyValueWeights, Component):
         return z.flatten(1, 2)  # [b, h, i, d]
 
     attend = FusedUnlessHooked("scores", "pattern", fused=_fused)(_explicit)
-
-    @property
-    def W_O(self) -> Float[Tensor, "head d_head d_model"]:
-        """Output projections, a view: `attn_out = sum over heads of z @ W_O + b_O`."""
-        return rearrange(self.output.weight, "model (head d) -> head d model", d=self.d_head)
-
-    @property
-    def b_O(self) -> Float[Tensor, " d_model"]:
-        """Output bias."""
-        return self.output.offset
-
-    def _weights(self) -> tuple[Tensor, ...]:
-        """Return the weights of queries, keys and values, each [head, d_model, d_head]."""
-        by_head = rearrange(self.qkv.weight, "(head d) model -> head model d", d=self.d_head)
-        return by_head.split(self.heads)
-
-    def _biases(self) -> tuple[Tensor, ...]:
-        """Return the biases of queries, keys and values, each [head, d_head]."""
-        return self.qkv.offset.unflatten(0, (-1, self.d_head)).split(self.heads)
 
 
 class CappedAttention(Attention):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -17,8 +18,20 @@ def _stacked(name: str, meaning: str) -> Any:
     return property(lambda model: stacked(map(attrgetter(name), model.blocks)), doc=meaning)
 
 
-class QueryKeyValueWeights:
-    """The weights of one attention layer by their usual names, from `_weights` and `_biases`."""
+class AttentionWeights:
+    """The weights of one attention layer by their usual names.
+
+    Attributes:
+        qkv: the linear map to queries, keys and values of all heads.
+        output: the output map.
+        heads: the numbers of heads of queries, keys and values.
+        d_head: the size of a head.
+    """
+
+    qkv: Linear
+    output: Linear
+    heads: Sequence[int]
+    d_head: int
 
     @property
     def W_Q(self) -> Float[Tensor, "head d_model d_head"]:
@@ -50,13 +63,24 @@ class QueryKeyValueWeights:
         """The value biases."""
         return self._biases()[2]
 
-    def _weights(self) -> Sequence[Tensor]:
-        """Return the weights of queries, keys and values, each [head, d_model, d_head]."""
-        raise NotImplementedError
+    @property
+    def W_O(self) -> Float[Tensor, "head d_head d_model"]:
+        """Output projections, a view: `attn_out = sum over heads of z @ W_O + b_O`."""
+        return rearrange(self.output.weight, "model (head d) -> head d model", d=self.d_head)
 
-    def _biases(self) -> Sequence[Tensor]:
+    @property
+    def b_O(self) -> Float[Tensor, " d_model"]:
+        """Output bias."""
+        return self.output.offset
+
+    def _weights(self) -> tuple[Tensor, ...]:
+        """Return the weights of queries, keys and values, each [head, d_model, d_head]."""
+        by_head = rearrange(self.qkv.weight, "(head d) model -> head model d", d=self.d_head)
+        return by_head.split([*self.heads])
+
+    def _biases(self) -> tuple[Tensor, ...]:
         """Return the biases of queries, keys and values, each [head, d_head]."""
-        raise NotImplementedError
+        return self.qkv.offset.unflatten(0, (-1, self.d_head)).split([*self.heads])
 
 
 class BlockWeights(Component):

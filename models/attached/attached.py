@@ -1,6 +1,7 @@
 """The object of an attached model: the parts that analyses use, its texts, and how to detach it."""
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from hooks import HookedRunner, HookPoint, HookPoints
 from hooks.base import (
+    Text,
     agree,
     attribute_hint,
     carried,
@@ -25,7 +27,7 @@ from hooks.base import (
     without_gradients,
 )
 from hooks.shared import Session, Wire, hooks_disabled, inside, is_listened_to
-from models.attached.context import CACHES, AttachedContext, repeatable_context
+from models.attached.context import CACHES, AttachedContext, divided, repeatable_context
 from models.attached.forward import Forward
 from models.attached.original import (
     HOOKED,
@@ -43,13 +45,10 @@ from models.attached.original import (
     uncached,
 )
 from models.attached.padded_positions import PaddedPositions
-from models.attached.pieces import divided
 from models.attached.points import TOP, Blocks
-from models.attached.settings import AttachSettings
 from models.attached.stacks import Stack, Tower
 from models.attached.view import PlainView
 from models.attached.wires import restore_methods
-from models.attached.writing import continuations
 from models.checkpoints.huggingface import from_memory
 from models.checkpoints.huggingface.families import FAMILIES
 from models.mode import mode
@@ -96,7 +95,7 @@ class Attached(ReadsText):
         n_streams: the number of vectors of the residual stream for each token. With more than one
             vector, streams are [batch, pos, stream, d_model], and the model has no `unembed` and no
             plain form.
-        settings: the settings of `attach`. The value is None while `attach` runs.
+        settings: the `AttachSettings` of `attach`. The value is None while `attach` runs.
 
     >>> from models import attach
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -130,7 +129,7 @@ class Attached(ReadsText):
         self._positions = PaddedPositions(self, "position_ids" in self._parameters)
         self._family = getattr(getattr(model, "config", None), "model_type", None)
         self._configs: dict[nn.Module, tuple[Any, Any]] = {}
-        self.settings: AttachSettings | None = None
+        self.settings: Any = None
         self.n_streams = 1
         self._has_streams_first = False
         self._n_withs = 0
@@ -440,6 +439,7 @@ class Attached(ReadsText):
                 return self.unembed(resid)[:, -last:]
         return self.unembed(resid[:, -last:])
 
+    @without_gradients
     def continuations(
         self,
         prompts: Sequence[Sequence[int]],
@@ -448,14 +448,49 @@ class Attached(ReadsText):
         temperature: float = 0.0,
         seed: int = 0,
     ) -> list[list[int]]:
-        """Return the new tokens of each prompt; see `models.attached.writing.continuations`."""
-        return continuations(
-            self,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-        )
+        """Return the new tokens of each prompt, without the token that ends a row.
+
+        The model's own `generate` continues the prompts.
+
+        Args:
+            prompts: the tokens of each prompt.
+            max_new_tokens: the largest number of new tokens.
+            temperature: the temperature of random draws; 0 for the most probable tokens.
+            seed: the seed of random draws. The generator of PyTorch itself does not change.
+
+        Raises:
+            TypeError: if the model has no method `generate`.
+        """
+        model = self.model
+        if not hasattr(model, "generate"):
+            raise TypeError(f"the model must have a method generate; got a {type(model).__name__}")
+        rows = [torch.tensor([*prompt]) for prompt in prompts]
+        device = next(model.parameters()).device
+        tokens, mask = Text.padded(rows, self.pad_token, side="left", device=device)
+        sampling: dict[str, Any] = {"do_sample": False}
+        if temperature > 0:
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        ends = self._end_tokens()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            texts = model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens) if mask is None else mask.long(),
+                max_new_tokens=max_new_tokens,
+                pad_token_id=self.pad_token,
+                eos_token_id=[*ends] or None,
+                **sampling,
+            )
+        new_rows = texts[:, tokens.shape[1] :].tolist()
+        return [[*itertools.takewhile(lambda token: token not in ends, new)] for new in new_rows]
+
+    def _end_tokens(self) -> list[int]:
+        """Return the tokens that end a text: of the generation config, and of the tokenizer."""
+        named = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        ends = {*getattr(self.tokenizer, "eos_token_ids", ())}
+        if named is not None:
+            ends |= {named} if isinstance(named, int) else {*named}
+        return sorted(ends)
 
     def plain(self) -> Transformer | PlainView:
         """Return the model as a plain transformer, or as a `PlainView`.

@@ -10,7 +10,7 @@
    in the model's own module if it has one of this name.
 4. The features of a tower are inserted into the stream of the text. `merged` is that stream, and
    `projected` is the output of the tower that is inserted (`features`).
-5. Embeddings come before the first block, and a norm and a linear map after the last (`ends`).
+5. Embeddings come before the first block, and a norm and a linear map after the last (`parts`).
 """
 
 import fnmatch
@@ -26,13 +26,6 @@ from torch import Tensor, nn
 
 from hooks.base import is_same, tensors_in, without_gradients
 from hooks.shared import OptionalPoints, Session
-from models.attached.ends import (
-    Embeddings,
-    Unembedding,
-    embeddings_of,
-    final_norm_of,
-    unembed_of,
-)
 from models.attached.layout import BlockLayout, Roles, candidates_of, layout_of
 from models.attached.original import (
     ADVICE,
@@ -46,7 +39,14 @@ from models.attached.original import (
     reading,
     text_config,
 )
-from models.attached.parts import TracedNorm
+from models.attached.parts import (
+    Embeddings,
+    TracedNorm,
+    Unembedding,
+    embeddings_of,
+    final_norm_of,
+    unembed_of,
+)
 from models.attached.probe import Call, ProbeRun
 from models.attached.streams import axis_of_streams, layout_of_streams
 from models.attached.wires import Replaced
@@ -67,7 +67,7 @@ class Stack:
             have one vector for each token.
         layouts: the parts of its blocks.
         left_out: the reason for each point, or group of points, that is missing, by its name.
-        embeddings, final_norm, unembedding: the modules before and after its blocks; see `ends`.
+        embeddings, final_norm, unembedding: the modules before and after its blocks; see `parts`.
             Each is None if it was not found. A tower has no embeddings, and only the stack of the
             text has an unembedding.
     """

@@ -54,9 +54,10 @@ from models.attached.original import logits_of, tokens_for
 from models.attached.parts import Summand, norm_of, weights_in
 from models.attached.probe import Call, ProbeRun, arguments_of
 from models.block import Branch
+from models.linear import Linear
 from models.mode import mode
 from models.norm import LayerNorm, RMSNorm
-from models.weights import QueryKeyValueWeights
+from models.weights import AttentionWeights
 
 STREAM = "batch pos d_model"
 TOLERANCE = 1e-4
@@ -568,15 +569,15 @@ def _run_without(
     return hooks_disabled(run)
 
 
-class ViewAttention(QueryKeyValueWeights, nn.Module):
+class ViewAttention(AttentionWeights, nn.Module):
     """Attention of the view: the model's own module between linear maps of the view.
 
     Args:
         recorded: the block. The points of its attention fire as the module runs.
 
     Attributes:
-        qkv: the joined projections: query heads, key heads, value heads.
-        output: the output map, with the factor of the term. It contains the adapter.
+        qkv, output, heads, d_head: see `AttentionWeights`. `output` is multiplied by the factor of
+            the term, and contains the adapter.
         adapter: the output map as a map with an adapter; None without an adapter.
     """
 
@@ -607,6 +608,7 @@ class ViewAttention(QueryKeyValueWeights, nn.Module):
         values = self._values(leaves, read, context)
         q, k, v, z = (values[name] for name in "qkvz")
         self.heads = [part.shape[2] for part in (q, k, v)]
+        self.d_head = z.shape[3]
         joined_z = z.detach().flatten(2)
         # The parts of a map with an adapter read z too.
         parts_of_adapters = set[nn.Module]()
@@ -704,25 +706,6 @@ class ViewAttention(QueryKeyValueWeights, nn.Module):
     def called(self) -> tuple[nn.Module]:
         """The model's own attention module."""
         return (self.module,)
-
-    @property
-    def W_O(self) -> Float[Tensor, "head d_head d_model"]:
-        """The output projections."""
-        return self.output.weight.T.unflatten(0, (self.heads[0], -1))
-
-    @property
-    def b_O(self) -> Float[Tensor, " d_model"]:
-        """The output bias."""
-        return self.output.bias
-
-    def _weights(self) -> list[Tensor]:
-        """Return the weights of queries, keys and values, each [head, d_model, d_head]."""
-        rows = self.qkv.weight.unflatten(0, (sum(self.heads), -1))
-        return [part.mT for part in rows.split(self.heads)]
-
-    def _biases(self) -> list[Tensor]:
-        """Return the biases of queries, keys and values, each [head, d_head]."""
-        return list(self.qkv.bias.unflatten(0, (sum(self.heads), -1)).split(self.heads))
 
 
 class ViewMLP(nn.Module):
@@ -993,9 +976,9 @@ def _instead(value: Tensor, output: Any) -> Tensor:
     return value
 
 
-def _linear_of(weight: Float[Tensor, "d_in d_out"], bias: Float[Tensor, " d_out"]) -> nn.Linear:
+def _linear_of(weight: Float[Tensor, "d_in d_out"], bias: Float[Tensor, " d_out"]) -> Linear:
     """Return the linear map of a weight and a bias."""
-    linear = nn.utils.skip_init(nn.Linear, *weight.shape, device=weight.device, dtype=weight.dtype)
+    linear = nn.utils.skip_init(Linear, *weight.shape, device=weight.device, dtype=weight.dtype)
     linear.weight.copy_(weight.T)
     linear.bias.copy_(bias)
     return linear.requires_grad_(False)

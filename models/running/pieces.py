@@ -2,7 +2,7 @@
 
 1. Inside `in_pieces`, the forward of each block is a `PieceByPiece`.
 2. It divides its arguments into pieces of positions. Each piece also reads the keys and values of
-   the earlier pieces (`divided`, and `models.attached.pieces` for attached models).
+   the earlier pieces (`divided`, and `models.attached.context` for attached models).
 3. It runs the block's own forward on one piece after the other, and joins the outputs. So values
    inside the block exist for one piece only.
 4. At the end of the `with`, the block gets its own forward back.
