@@ -81,8 +81,11 @@ from hooks.base.selection import (
     columns_of_last,
     real_columns,
     real_of,
+    real_positions,
     require_axes,
+    sides_of_padding,
     taken,
+    true_columns,
 )
 from hooks.base.text import Text, as_text, is_batch, named_spans, places_inside, text_of_inputs
 from hooks.base.text_forms import (

@@ -67,14 +67,51 @@ def real_columns(mask: KeyMask) -> list[list[int]] | None:
     """
     if mask.is_meta or isinstance(mask, FakeTensor):
         return None
-    columns = [_true_columns(row) for row in mask.tolist()]
+    columns = true_columns(mask)
     has_padding = any(len(of_text) < mask.shape[1] for of_text in columns)
     return columns if has_padding else None
 
 
-def _true_columns(mask: Sequence[object]) -> list[int]:
-    """Return the columns at which the mask of one text is True."""
-    return [column for column, is_true in enumerate(mask) if is_true]
+def true_columns(mask: Shaped[Tensor, "row column"]) -> list[list[int]]:
+    """Return the columns at which each row of a mask is True."""
+    return [_places_of_true(row) for row in mask.tolist()]
+
+
+def _places_of_true(mask: Sequence[object]) -> list[int]:
+    """Return the places at which a list is True."""
+    return [place for place, is_true in enumerate(mask) if is_true]
+
+
+def real_positions(real: Bool[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
+    """Return the position of each column: the number of real tokens before it in its text.
+
+    A column of padding has the position of the last real token before it, or 0 without one.
+
+    Args:
+        real: True at real tokens, False at padding.
+
+    >>> real_positions(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]]).bool())
+    tensor([[0, 0, 0, 1],
+            [0, 1, 2, 2]])
+    """
+    return (real.cumsum(1) - 1).clamp(min=0)
+
+
+def sides_of_padding(mask: Shaped[Tensor, "batch pos"]) -> tuple[bool, bool]:
+    """Return whether some text has padding before a real token, and whether one has it after.
+
+    Args:
+        mask: True or 1 at real tokens, False or 0 at padding.
+
+    >>> sides_of_padding(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]))
+    (True, False)
+    """
+    real = mask.bool()
+    is_start = real[:, 1:] & ~real[:, :-1]
+    is_end = real[:, :-1] & ~real[:, 1:]
+    # Read both together, so that the host waits only once for a device.
+    has_left, has_right = torch.stack([is_start.any(), is_end.any()]).tolist()
+    return has_left, has_right
 
 
 @dataclass(frozen=True)
@@ -322,8 +359,7 @@ class Selection:
             SelectionError: see `rows`; also if a text has no index, or its index selects nothing.
         """
         read = []
-        for number, mask in enumerate(real, first):
-            columns = mask.nonzero()[:, 0].tolist()
+        for number, columns in enumerate(true_columns(real), first):
             name = f"{what}, text {number}"
             if self.is_by_example and number >= len(self.parts):
                 raise SelectionError(f"{what} must be given for each text; got {len(self.parts)}")
@@ -333,8 +369,8 @@ class Selection:
                     raise SelectionError(
                         f"{name} must be a mask of {columns[-1] + 1}; got {len(part)}"
                     )
-                part = _true_columns(part)
-            selected = _real(part, len(mask), what=name, real=columns, whole=True)
+                part = _places_of_true(part)
+            selected = _real(part, real.shape[1], what=name, real=columns, whole=True)
             real_columns_of_text = {*columns}
             real_selected = [column for column in selected if column in real_columns_of_text]
             if not real_selected:
@@ -593,7 +629,7 @@ def places(index: Any, size: int, what: str, whole: bool = True) -> list[int]:
     if is_mask(index):
         if whole and len(index) != size:
             raise SelectionError(f"a mask along {what} must have length {size}; got {len(index)}")
-        return _true_columns(index)
+        return _places_of_true(index)
     listed = [index] if isinstance(index, int) else index
     for place in listed if whole else ():
         if not -size <= place < size:

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
 
 import torch
-from jaxtyping import Bool, Shaped
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor, nn
 
 from hooks.base.accessor import language_of, writer_of
 from hooks.base.arguments import each_row, is_listed, joined, require_rows, without_rows
 from hooks.base.errors import unknown_name
 from hooks.base.hints import HintsAtNames
-from hooks.base.selection import Index, Selection, real_of
+from hooks.base.selection import Index, Selection, real_of, real_positions, true_columns
 from hooks.base.transfer import to_device
 
 
@@ -143,6 +143,21 @@ class Text(HintsAtNames):
         """
         return to_device(real_of(self.attention_mask, self.tokens.shape[:2]), self.tokens.device)
 
+    @property
+    def has_padding(self) -> bool:
+        """True if some column of a text is padding."""
+        return self.attention_mask is not None and not bool(self.real.all())
+
+    @property
+    def columns(self) -> list[list[int]]:
+        """The columns of the real tokens of each text."""
+        return true_columns(real_of(self.attention_mask, self.tokens.shape[:2]))
+
+    @property
+    def positions(self) -> Int[Tensor, "batch pos"]:
+        """The position of each column, which counts only real tokens; see `real_positions`."""
+        return real_positions(self.real)
+
     def mask_on_cpu(self) -> Shaped[Tensor, "..."] | None:
         """Return the mask on the CPU, for checks that read its numbers several times.
 
@@ -171,9 +186,9 @@ class Text(HintsAtNames):
         if pos is None:
             return self.real
         chosen = torch.zeros_like(self.real)
-        for chosen_in_text, real in zip(chosen, self.real, strict=True):
-            columns = real.nonzero()[:, 0]
-            chosen_in_text[columns[places_inside(pos, len(columns))]] = True
+        for chosen_in_text, columns in zip(chosen, self.columns, strict=True):
+            inside = places_inside(pos, len(columns))
+            chosen_in_text[[columns[place] for place in inside]] = True
         return chosen
 
     def is_aligned_with(self, other: "Text") -> bool:

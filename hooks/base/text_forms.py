@@ -35,7 +35,9 @@ def is_integer(value: Any) -> bool:
 
 def is_columns(texts: object) -> bool:
     """Return whether texts are a mapping or a table, which contain columns by name."""
-    return isinstance(texts, Mapping) or hasattr(texts, "columns")
+    # The columns of a `Text` are numbers and not names.
+    is_table = hasattr(texts, "columns") and not isinstance(texts, Text)
+    return isinstance(texts, Mapping) or is_table
 
 
 def is_one_text(texts: Any) -> bool:

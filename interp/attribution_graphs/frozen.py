@@ -584,7 +584,7 @@ def require_one_text(text: Text) -> None:
     Raises:
         ValueError: if there are several texts, or padding.
     """
-    if len(text.tokens) != 1 or not text.real.all():
+    if len(text.tokens) != 1 or text.has_padding:
         given = f"tokens {[*text.tokens.shape]}"
         raise ValueError(padding_messages.several_texts("text", given))
 

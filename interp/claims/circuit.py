@@ -268,7 +268,7 @@ def _mean_ablation(trial: Trial, circuit: Circuit, bounds: Bounds) -> Test:
     edges carry zeros.
     """
     pairs = trial.fresh
-    if not pairs.text.real.all():
+    if pairs.text.has_padding:
         return _Shares(trial, pairs, circuit, "zero").test("zero ablation", bounds)
     graph = circuit.graph
     runner = runner_of(trial.model)

@@ -133,7 +133,7 @@ class EffectContent(Content):
         lost = clean.shares([own, *others], "other")
         tests = [signed(trial, "effect", lost[0], self.matters)]
         # In padded texts, a value of another text could be the value of padding.
-        is_padded = not trial.fresh.text.real.all()
+        is_padded = trial.fresh.text.has_padding
         for kind in ("zero", "mean") if is_padded else ("zero", "mean", "resample"):
             (of_kind,) = clean.shares([own], kind)
             tests.append(signed(trial, f"{kind} ablation", of_kind, _WEAKER * self.matters))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks.base import Text, config_hash, uncompiled, weights_hash, writer_of
+from hooks.base import Text, config_hash, sides_of_padding, uncompiled, weights_hash, writer_of
 from interp.claims.fields import entries, fields, flag, integer, text
 from interp.kinds import require_made
 from interp.pairs.pairs import Pairs
@@ -257,8 +257,8 @@ def _pos(pairs: Pairs) -> tuple[int, ...]:
     pos = -1 if pairs.pos is None else pairs.pos
     columns = pos.tolist() if isinstance(pos, Tensor) else [pos] * len(pairs)
     places = []
-    for column, is_real in zip(columns, pairs.text.real.tolist(), strict=True):
-        places.append(sum(is_real[:column]) if column >= 0 else column)
+    for column, positions in zip(columns, pairs.text.positions.tolist(), strict=True):
+        places.append(positions[column] if column >= 0 else column)
     return tuple(places)
 
 
@@ -277,7 +277,7 @@ def _require_metric_of_answers(name: str, pairs: Pairs, restored: Pairs) -> None
         is_default = pairs.continuations.score == "log_prob"
     else:
         # The positions of restored pairs do not count padding on the left.
-        has_other_places = isinstance(pairs.pos, Tensor) or not pairs.text.real[:, 0].all()
+        has_other_places = isinstance(pairs.pos, Tensor) or sides_of_padding(pairs.text.real)[0]
         is_default = has_other_places or repr(pairs.metric) == repr(restored.metric)
     if not is_default:
         raise ValueError(

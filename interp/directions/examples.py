@@ -180,7 +180,7 @@ def _examples(
                 label=label,
                 text=torch.tensor(rows) + first + n_texts,
                 rank=torch.tensor(ranks),
-                place=text.real.cpu().cumsum(1)[rows, places] - 1,
+                place=text.positions.cpu()[rows, places],
                 values=values,
                 digests=digests(text),
                 is_cached=isinstance(texts, ActivationCache),

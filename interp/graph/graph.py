@@ -22,6 +22,7 @@ from hooks.base import (
     padding_messages,
     real_of,
     require_kind,
+    sides_of_padding,
     unknown_name,
 )
 from hooks.shared import is_listened_to
@@ -360,7 +361,8 @@ class Graph(HintsAtNames):
         contributions = self.contributions(cache)
         shape = contributions.shape[1:3]
         is_real = real_of(mask_of(cache, shape), shape).to(contributions.device)
-        if (is_real[:, 1:] & ~is_real[:, :-1]).any():
+        has_left, _ = sides_of_padding(is_real)
+        if has_left:
             because = "a mean at each position needs all first tokens in one column"
             raise ValueError(padding_messages.wrong_side("left", because))
         if not is_real.any(0).all():

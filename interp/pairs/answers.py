@@ -23,7 +23,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from hooks.base import Text, all_to_device, at_least_float32, real_columns, to_device
+from hooks.base import (
+    Rows,
+    Text,
+    all_to_device,
+    at_least_float32,
+    columns_of_last,
+    to_device,
+)
 from interp.inputs.token_positions import short
 from interp.measuring import TokenMetric, Writer
 
@@ -150,10 +157,9 @@ def predicting(rows: Text, prompts: Bool[Tensor, "row column"]) -> Bool[Tensor, 
         prompts: the result of `prompts_of_rows`.
     """
     is_answer = rows.of_logits.real & ~prompts
-    n_columns = prompts.shape[1]
-    last_of_prompt = n_columns - 1 - prompts.flip(1).int().argmax(1)
-    rows_and_columns = torch.arange(len(prompts), device=prompts.device), last_of_prompt
-    return is_answer.index_put(rows_and_columns, is_answer.new_ones(()))
+    n_rows, n_columns = prompts.shape
+    last_of_prompt = columns_of_last(1, n_columns, n_rows, prompts)
+    return is_answer.scatter(1, to_device(last_of_prompt, prompts.device), True)
 
 
 def _require_no_positions(text: Text) -> None:
@@ -179,11 +185,7 @@ def _continued(text: Text, answers: list[AnswerTokens]) -> Text:
         answers: the tokens to add to each text.
     """
     tokens = text.tokens
-    columns = real_columns(text.real)
-    if columns is None:
-        ends = [tokens.shape[1]] * len(tokens)
-    else:
-        ends = [columns_of_text[-1] + 1 for columns_of_text in columns]
+    ends = [columns_of_text[-1] + 1 for columns_of_text in text.columns]
     lengths = [end + len(answer) for end, answer in zip(ends, answers, strict=True)]
     n_columns = max(tokens.shape[1], *lengths)
     continued = tokens.new_zeros(len(tokens), n_columns)
@@ -215,11 +217,11 @@ def score_of_rows(answers: Continuations, rows: Text) -> TokenMetric:
     if answers.per_token:
         weights /= (~is_filler).sum(1)
     weights_of_dtype = {dtype: weights.to(dtype) for dtype in (torch.float32, torch.float64)}
-    real = rows.of_logits.real.cpu()
     # If a row has fewer tokens than the longest answer, the model cannot return the logits of that
     # many last positions. Then the metric reads all positions and selects columns itself.
-    is_short = bool((real.sum(1) < longest).any())
-    columns = _last_columns(real, longest)
+    columns_of_rows = rows.of_logits.columns
+    is_short = any(len(columns_of_row) < longest for columns_of_row in columns_of_rows)
+    columns = _last_columns(columns_of_rows, longest)
     score = _SCORES[answers.score]
 
     def metric(logits: Tensor) -> Tensor:
@@ -273,13 +275,10 @@ def _call_in_words(answers: Continuations, write: Writer) -> str:
     return " - ".join(calls)
 
 
-def _last_columns(real: Bool[Tensor, "row column"], n: int) -> Int[Tensor, "row n"]:
-    """Return the columns of the last `n` real positions of each row; 0 where a row has fewer."""
-    columns = torch.zeros(len(real), n, dtype=torch.long)
-    for row, is_real in enumerate(real):
-        last = is_real.nonzero()[-n:, 0]
-        columns[row, n - len(last) :] = last
-    return columns
+def _last_columns(columns_of_rows: Rows, n: int) -> Int[Tensor, "row n"]:
+    """Return the last `n` columns of each row. A row with fewer begins with columns 0."""
+    last = [[*([0] * n), *columns_of_row][-n:] for columns_of_row in columns_of_rows]
+    return torch.tensor(last)
 
 
 def _log_probs(

@@ -281,11 +281,10 @@ def _columns(model: nn.Module, text: Text, name: str, span: Any, side: int) -> A
             f"{len(parts)}"
         )
     columns = []
-    for tokens, is_real, part in zip(text.listed(), text.real, parts, strict=True):
+    for tokens, columns_of_text, part in zip(text.listed(), text.columns, parts, strict=True):
         part_of_side = part if isinstance(part, str) else part[side]
-        real_columns = is_real.nonzero().flatten().tolist()
         inside = _tokens_inside(model, tokens, name, part_of_side)
-        columns.append([real_columns[n] for n in inside])
+        columns.append([columns_of_text[n] for n in inside])
     return columns
 
 

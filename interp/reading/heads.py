@@ -16,6 +16,7 @@ from hooks.base import (
     at_least_float32,
     progress_bar,
     real_of,
+    real_positions,
     require_integer,
     require_kind,
     shows_progress,
@@ -285,22 +286,20 @@ def _factors(
     require_kind(
         "kind", kind, kind=(str, Tensor), words="a name, or a pattern, a tensor [query, key]"
     )
-    rank = real.cumsum(1) - 1
-    columns = torch.arange(real.shape[1])
-    later = real & (rank > 0)
+    positions = real_positions(real)
+    later = real & (positions > 0)
+    n_pos = real.shape[1]
     if (span is None) == (isinstance(kind, str) and kind == "span"):
         raise ValueError(f"span must be given for the kind 'span' only; got {span}")
     if isinstance(kind, Tensor):
-        if kind.shape != (len(columns), len(columns)):
-            raise ValueError(
-                f"a pattern must be [query, key], {[len(columns)] * 2}; got {[*kind.shape]}"
-            )
+        if kind.shape != (n_pos, n_pos):
+            raise ValueError(f"a pattern must be [query, key], {[n_pos] * 2}; got {[*kind.shape]}")
         factors = kind.cpu() * real[:, None]
         return factors, (factors != 0).any(2) & later
     if kind == "distance":
-        return rank[:, :, None] - rank[:, None], later
+        return positions[:, :, None] - positions[:, None], later
     if kind == "entropy":
-        return torch.ones(*real.shape, len(columns)), later
+        return torch.ones(*real.shape, n_pos), later
     keys = _attended(kind, tokens, real=real, later=later, span=span)
     return keys, keys.any(2) & real
 

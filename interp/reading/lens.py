@@ -16,6 +16,7 @@ from hooks.base import (
     shows_progress,
     stacked,
     to_device,
+    true_columns,
     without_gradients,
     writer_of,
 )
@@ -73,8 +74,7 @@ class LensReadout(plots.Shown):
         """The columns of the first text that are not padding."""
         if self.real is None:
             return [*range(self.tokens.shape[2])]
-        columns: list[int] = self.real[0].nonzero()[:, 0].tolist()
-        return columns
+        return true_columns(self.real[:1])[0]
 
     @property
     def without_numbers(self) -> list[bool]:

@@ -368,6 +368,7 @@ def _tokens_of_answer(
             "cache without tokens"
         )
     rows = text.listed()
+    columns_of_rows = text.columns
     answer_of_row = [answers] * len(rows) if isinstance(answers, str) else [*answers]
     if len(answer_of_row) != len(rows):
         raise ValueError(
@@ -384,7 +385,7 @@ def _tokens_of_answer(
                 "the text of the run must end with the answer; run the model on the prompt and "
                 f"{answer!r}; text {row} ends with {of(model).to_text(tokens[-n:])!r}"
             )
-        columns = text.real[row].nonzero()[:, 0][-n - 1 : -1]
+        columns = columns_of_rows[row][-n - 1 : -1]
         next_tokens[row, columns] = next_tokens.new_tensor(answer_tokens)
         is_read[row, columns] = True
     return next_tokens, is_read

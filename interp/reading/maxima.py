@@ -155,12 +155,12 @@ def max_activating(
         if bool(activations.isnan().any()):
             raise ValueError(f"values must be numbers; got NaN at {point} in texts from {first} on")
         order = largest_rows(activations, k)
-        tokens, lengths = text.tokens.tolist(), text.real.sum(1).tolist()
+        tokens = text.listed()
         for value, (row, column) in zip(
             activations[order].tolist(), places[order].tolist(), strict=True
         ):
-            tokens_of_text = tuple(tokens[row][: lengths[row]])
             number = n_before() + first + row
+            tokens_of_text = tuple(tokens[row])
             largest.append(Activation(value, text=number, pos=column, tokens=tokens_of_text))
         largest = largest_of(largest, k)
     if (write := writer_of(model)) is not None:

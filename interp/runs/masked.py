@@ -30,6 +30,7 @@ from hooks.base import (
     progress_of,
     require_kind,
     shown,
+    sides_of_padding,
     to_device,
     without_gradients,
 )
@@ -197,8 +198,7 @@ class MaskedRuns:
             raise ValueError(
                 f"source must be [writer, batch, pos, d_model], {shape}; got {[*outputs.shape]}"
             )
-        is_real = self._text.real
-        if len(outputs[0]) < size and (is_real[:, 1:] & ~is_real[:, :-1]).any():
+        if len(outputs[0]) < size and sides_of_padding(self._text.real)[0]:
             because = "one source for all examples needs all first tokens in one column"
             raise ValueError(padding_messages.wrong_side("left", because))
         return outputs

@@ -31,6 +31,7 @@ from hooks.base import (
     progress_bar,
     require_kind,
     to_device,
+    true_columns,
     warn,
     without_gradients,
 )
@@ -68,7 +69,7 @@ def effects_of_edits(
     require_kind("max_bytes", max_bytes, (int, float, type(None)), "a number of bytes")
     batch = Batch(runs.text, runs.metric)
     if runs.rows is not runs.pairs:
-        columns = [row.nonzero()[:, 0].tolist() for row in runs.prompts.cpu()]
+        columns = true_columns(runs.prompts)
         n_columns = runs.prompts.shape[1]
         edits = [_counted_in_prompts(hooks, columns, n_columns) for hooks in edits]
     with batch.reading():

@@ -198,10 +198,10 @@ def _turns(text: Text) -> list[int]:
 
     The spans of a chat are the positions of each message, by its number and by its role.
     """
-    padding = int((~text.real[0]).long().argmin()) if text.attention_mask is not None else 0
     ends = []
     for name in filter(str.isdecimal, text.spans):
-        ends.append(max(text.spans[name][0]) + 1 - padding)
+        last = max(text.spans[name][0])
+        ends.append(int(text.positions[0, last]) + 1)
     return sorted(ends)
 
 

@@ -26,6 +26,8 @@ from hooks.base import (
     is_same,
     logits_rounding,
     padding_messages,
+    real_positions,
+    sides_of_padding,
     without_gradients,
 )
 from hooks.shared import hooks_disabled
@@ -66,11 +68,7 @@ class PaddedPositions:
         """
         if _alone.get() or mask.is_meta or isinstance(mask, FakeTensor):
             return {}
-        real = mask.bool()
-        is_start = real[:, 1:] & ~real[:, :-1]
-        is_end = real[:, :-1] & ~real[:, 1:]
-        # Compute both together, so that an accelerator is synchronized only once.
-        has_left, has_right = torch.stack([is_start.any(), is_end.any()]).tolist()
+        has_left, has_right = sides_of_padding(mask)
         if has_left:
             self._require_unread("left", copies_text)
         if has_right:
@@ -78,7 +76,7 @@ class PaddedPositions:
         if not has_left or not self._attached.has("run_block"):
             return {}
         if (first := self._first_position) is not None:
-            return {"position_ids": self._counted(mask, first)}
+            return {"position_ids": real_positions(mask.bool()) + first}
         if self._counts_padding:
             kind = type(self._attached.model).__name__
             because = f"a {kind} accepts no positions and counts padding"
@@ -143,7 +141,7 @@ class PaddedPositions:
         try:
             alone = self._logits_alone(tokens, **more)
             if side == "left" and attached.has("run_block") and self._first_position is not None:
-                more["position_ids"] = self._counted(mask, self._first_position)
+                more["position_ids"] = real_positions(mask.bool()) + self._first_position
             beside = self._logits_alone(padded, attention_mask=mask, **more)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             # The model needs more arguments than these tokens. If the decoder copies a text with
@@ -153,10 +151,6 @@ class PaddedPositions:
             beside = beside[:, 1:] if side == "left" else beside[:, :-1]
         tolerance = logits_rounding(alone.dtype)
         return beside.shape == alone.shape and not agree(beside, alone, tolerance)
-
-    def _counted(self, mask: Tensor, first: int) -> Tensor:
-        """Return the positions of real tokens, counted from `first`."""
-        return (mask.long().cumsum(1) - 1).clamp(min=0) + first
 
     @cached_property
     def _first_position(self) -> int | None:

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from hooks import position_offset, start_of_piece
-from hooks.base import all_to_device, mapped, require_integer, to_device
+from hooks.base import all_to_device, mapped, real_positions, require_integer, to_device
 from models.positions import Rotation
 from models.running.kvcache import KVCache, oldest_reached
 from models.running.masks import Rule, Visible, as_real, as_seen, has_gaps, rule_of, shared
@@ -395,7 +395,7 @@ def _counted(columns: _Columns, real: Tensor | None) -> Tensor:
     """
     if real is None:
         return torch.arange(columns.end, device=columns.device)[None]
-    return (real.long().cumsum(1) - 1).clamp(min=0)
+    return real_positions(real)
 
 
 def _masks_by_rule(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hooks.base import Text, as_text, each_text
+from hooks.base import Text, as_text, each_text, sides_of_padding
 
 ROWS = [[3, 1, 4, 1], [5], [9, 2]]
 STRINGS = ("one", "two", "three")
@@ -30,6 +30,28 @@ def test_padding_is_not_a_token(text):
     whole = Text(text.tokens)
     assert whole.is_aligned_with(Text(text.tokens + 1))
     assert not whole.is_aligned_with(Text(text.tokens[:, 1:]))
+    assert text.has_padding
+    assert not Text(text.tokens, torch.ones_like(text.tokens)).has_padding
+    assert not whole.has_padding
+
+
+def test_columns_and_positions_count_real_tokens():
+    real = [[0, 1, 1, 0, 1], [1, 1, 1, 1, 1], [0, 0, 0, 1, 0]]
+    text = Text(torch.zeros(3, 5), torch.tensor(real))
+    columns = []
+    positions = []
+    for row in real:
+        columns.append([])
+        positions.append([])
+        for column, is_real in enumerate(row):
+            columns[-1] += [column] * is_real
+            positions[-1].append(max(sum(row[: column + 1]) - 1, 0))
+    assert text.columns == columns == [[1, 2, 4], [0, 1, 2, 3, 4], [3]]
+    assert text.positions.tolist() == positions
+    assert sides_of_padding(text.real) == (True, True)
+    assert sides_of_padding(text.real[1:2]) == (False, False)
+    assert sides_of_padding(text.real[:, 2:].flip(1)) == (True, True)
+    assert sides_of_padding(text.real[2:, :4]) == (True, False)
 
 
 def test_all_parts_go_with_the_rows(text):
