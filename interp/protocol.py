@@ -323,9 +323,12 @@ def run_with_cache(model: nn.Module, *args: Any, **options: Any) -> tuple[Any, A
         the names of points.
 
     >>> from models import load
-    >>> logits, cache = run_with_cache(load("pydoc-4l"), "def f(x):", names="blocks.2.resid_post")
-    >>> cache["resid_post", 2].shape
-    torch.Size([1, 9, 128])
+    >>> model = load("pydoc-4l")
+    >>> logits, cache = run_with_cache(model, "impor", names="blocks.*.resid_post")
+    >>> model.to_text(logits[0, -1].argmax())
+    't'
+    >>> [round(cache["resid_post", layer][0, -1].norm().item()) for layer in range(4)]
+    [8, 8, 9, 9]
     """
     return HookedRunner(model).run_with_cache(*args, **options)
 

@@ -72,8 +72,10 @@ class Block(Component):
 
     >>> import torch
     >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4)
-    >>> Block(config)(torch.ones(1, 3, 4)).shape
-    torch.Size([1, 3, 4])
+    >>> block, stream = Block(config), torch.randn(1, 3, 4)
+    >>> middle = stream + block.attn(block.ln1(stream))
+    >>> torch.allclose(block(stream), middle + block.mlp(block.ln2(middle)), atol=1e-6)
+    True
     """
 
     def __init__(self, config: TransformerConfig, layer: int = 0) -> None:

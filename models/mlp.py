@@ -115,8 +115,10 @@ class GatedMLP(MLP):
 
     >>> sizes = dict(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4)
     >>> config = TransformerConfig(**sizes, mlp="gated")
-    >>> GatedMLP(config)(torch.ones(1, 3, 4)).shape
-    torch.Size([1, 3, 4])
+    >>> mlp, x = GatedMLP(config), torch.randn(1, 3, 4)
+    >>> hidden = mlp.activation(mlp.gate(x)) * mlp.input(x)
+    >>> torch.allclose(mlp(x), mlp.output(hidden), atol=1e-6)
+    True
     """
 
     def __init__(self, config: TransformerConfig) -> None:

@@ -106,8 +106,9 @@ def build(name: str, **overrides: Any) -> Transformer:
         UnknownNameError: if the name or a field is unknown; see `config_of`.
         ValueError: if an override is not allowed.
 
-    >>> build("gpt2", vocab_size=7, n_ctx=5, n_layers=2, n_heads=1, d_model=4).count_parameters()
-    544
+    >>> model = build("gpt2", vocab_size=7, n_ctx=5, n_layers=2, n_heads=1, d_model=4)
+    >>> model.W_Q.shape, model.config.activation  # new sizes, and the activation of GPT-2
+    (torch.Size([2, 1, 4, 4]), 'gelu_tanh')
     """
     return Transformer(config_of(name, **overrides))
 

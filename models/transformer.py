@@ -95,8 +95,12 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
 
     >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=1, d_model=4)
     >>> model, tokens = Transformer(config), torch.tensor([[3, 0, 6], [2, 5, 1]])
-    >>> model(tokens).shape
+    >>> model(tokens).shape  # batch, pos, vocab
     torch.Size([2, 3, 7])
+    >>> from models import load
+    >>> trained = load("pydoc-4l")
+    >>> trained.to_text(trained("impor")[0, -1].argmax())  # the likeliest next token
+    't'
     """
 
     # False declares that no step writes into the value of a point, so caches store values without

@@ -158,9 +158,11 @@ def position_offset(
     Raises:
         ValueError: if the column is negative.
 
-    >>> with position_offset(5):
-    ...     start_of_piece()
-    5
+    >>> from hooks import Point
+    >>> from interp import edits
+    >>> with position_offset(5):  # the values belong to the columns 5, 6 and 7 of their text
+    ...     edits.zero(pos=6)(torch.ones(1, 3), Point("any", ("batch", "pos")))
+    tensor([[1., 0., 1.]])
     """
     require_integer("column", 0 if column is None else column, least=0)
     return reading(Piece(column, real))
@@ -191,8 +193,14 @@ def start_of_piece() -> int | None:
     Returns:
         The number of the column, counted from 0 with padding. None if the run reads a whole text.
 
-    >>> start_of_piece() is None
-    True
+    >>> from hooks import HookedRunner
+    >>> from models import generate, load
+    >>> model = load("pydoc-4l")
+    >>> starts = []
+    >>> with HookedRunner(model).hooks({"embed": lambda *_: starts.append(start_of_piece())}):
+    ...     _ = generate(model, "impor", max_new_tokens=3)
+    >>> starts  # the prompt from column 0, and then one column in each step
+    [0, 5, 6]
     """
     return _piece.get().start
 

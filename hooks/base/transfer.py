@@ -78,12 +78,12 @@ def skip_token_checks() -> AbstractContextManager[None]:
     Returns:
         The context manager. At its end, models check tokens and masks as before.
 
-    >>> from models import Transformer, TransformerConfig
-    >>> sizes = dict(vocab_size=7, n_ctx=5, n_layers=1, n_heads=1, d_model=4)
-    >>> model = Transformer(TransformerConfig(**sizes))
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> tokens = torch.tensor([model.encoded("impor")])
     >>> with skip_token_checks():
-    ...     model(torch.tensor([[3, 0, 6]]), attention_mask=torch.tensor([[0, 1, 1]])).shape
-    torch.Size([1, 3, 7])
+    ...     model.to_text(model(tokens)[0, -1].argmax())
+    't'
     """
     return _SKIPS_TOKEN_CHECKS.set(True)
 

@@ -73,8 +73,10 @@ def leace(moments: Moments) -> Eraser:
     >>> values = torch.tensor([[1.0, 5.0], [3.0, 3.0], [5.0, 3.0], [7.0, 5.0]])
     >>> labels = torch.tensor([[0.0], [0.0], [1.0], [1.0]])
     >>> erased = leace(Moments.of(values, labels))(values)
-    >>> (erased[labels[:, 0] == 1].mean(0) - erased[labels[:, 0] == 0].mean(0)).abs().max() < 1e-5
-    tensor(True)
+    >>> values[labels[:, 0] == 1].mean(0), values[labels[:, 0] == 0].mean(0)  # they differ
+    (tensor([6., 4.]), tensor([2., 4.]))
+    >>> erased[labels[:, 0] == 1].mean(0).round(), erased[labels[:, 0] == 0].mean(0).round()
+    (tensor([4., 4.]), tensor([4., 4.]))
     """
     if moments.n < 2:
         raise ValueError(f"moments must be of at least 2 rows to erase a concept; got {moments.n}")

@@ -44,8 +44,11 @@ class SparseProbes(plots.Shown):
     >>> numbers = ["part AB1", "part CD2", "part EF3", "part GH4", "part JK5", "part LM6"]
     >>> words = ["part one", "part two", "part ten", "part six", "part all", "part new"]
     >>> result = sparse_probes(model, sae, numbers, words, k=(1, 3), folds=3)
-    >>> [len(result.features[k]) for k in (1, 3)]
-    [1, 3]
+    >>> result
+    AUROC on held-out texts [95% interval], with random labels, and the features
+      k=1        1.000 [0.654, 1.000]  0.475  897 (+0.63)
+      k=3        1.000 [0.654, 1.000]  0.500  696 (-0.53), 897 (+0.38), 731 (+0.25)
+      all values 1.000 [0.654, 1.000]  0.450
     """
 
     features: dict[int, list[tuple[int, float]]]

@@ -162,11 +162,14 @@ def steering_curve(
 
     >>> from interp import log_prob
     >>> from models import load
-    >>> import torch
-    >>> model, v = load("pydoc-4l"), Direction({"blocks.2.resid_post": torch.ones(128)})
-    >>> curve = steering_curve(model, v, ["part KV8", "def f("], [0.0, 2.0], log_prob("e"))
-    >>> curve.score.mean()[0].abs() < 1e-5
-    tensor(True)
+    >>> from interp.directions import difference_of_means
+    >>> model, point = load("pydoc-4l"), "blocks.2.resid_post"
+    >>> v = difference_of_means(model, ["part KV8", "part QX3"], ["def f(", "return x"], point)
+    >>> steering_curve(model, v, ["impor", "def __ini"], [0.0, 0.5, 1.0], log_prob("8"))
+    SteeringCurve of 3 strengths; score in nats, KL in nats
+      0        score +0
+      0.5      score +9.101
+      1        score +9.874
     """
 
     require_kind(

@@ -199,8 +199,9 @@ class FeatureCards(list[FeatureCard], plots.Shown):
     >>> model, sae = load("pydoc-4l"), load_sae("pydoc-4l/resid_post")
     >>> cards = feature_cards(model, sae, ["def f(x): return x"], [332, 1011], k=3)
     >>> cards.save(folder := tempfile.mkdtemp())
-    >>> [card.index for card in FeatureCards.load(folder)]
-    [332, 1011]
+    >>> FeatureCards.load(folder)[0]
+    feature 332: active at 16.67% of positions; raises ',' ']' 'h'
+      3.505  'def f(«x»): retur'
     """
 
     def __repr__(self) -> str:
@@ -333,11 +334,12 @@ def feature_cards(
     >>> from interp.features import load_sae
     >>> from models import load
     >>> model, sae = load("pydoc-4l"), load_sae("pydoc-4l/resid_post")
-    >>> cards = feature_cards(model, sae, ["def f(x): return x"], [0, 5], k=3)
-    >>> [card.index for card in cards]
-    [0, 5]
-    >>> cards[1].n_tokens, len(cards[1].top)
-    (18, 3)
+    >>> feature_cards(model, sae, ["def f(x): return x"], [332, 1011], k=3)
+    before each text: the feature's largest value there, which multiplies its decoder row
+    feature 332: active at 16.67% of 18 positions; raises ',' ']' 'h'
+      3.505  'def f(«x»): retur'
+    feature 1011: active at 5.56% of 18 positions; raises '!' 'J' '%'
+      0.7519  'def f(«x»): retur'
     """
     unspliced = runner_of(model)
     parts = placed(unspliced, dictionary, error="live", reads=reads)

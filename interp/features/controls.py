@@ -88,8 +88,8 @@ def purity(
         ValueError: if the point has other axes, `k` is below 1, or there is no text.
 
     >>> from models import load
-    >>> purity(load("pydoc-4l"), ["aaab", "bbba"], "blocks.0.mlp.post", k=2).shape
-    torch.Size([512])
+    >>> purity(load("pydoc-4l"), ["aaab", "bbba"], "blocks.0.mlp.post", k=2)[:6]
+    tensor([0.5000, 1.0000, 1.0000, 1.0000,    nan,    nan])
     """
     require_integer("k", k)
     runner = runner_of(model)

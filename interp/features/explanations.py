@@ -293,8 +293,8 @@ def score_explanation(
     >>> def judge(prompt):  # it says yes if the text contains an x
     ...     return "yes" if "x" in prompt.split("Text:")[1] else "no"
     >>> score = score_explanation(model, sae, 332, "the letter x", texts, judge, context=8)
-    >>> score.of("detection").n_active
-    4
+    >>> score.of("detection").value
+    0.875
     """
     part, point = _single(model, dictionary, reads)
     require_features([feature], part.dictionary.n_features)

@@ -144,8 +144,8 @@ def random(graph: Graph, n: int, seed: int = 0) -> Circuit:
         ValueError: if the graph has fewer than `n` edges.
 
     >>> from models import load
-    >>> len(random(Graph(load("pydoc-4l")), 10))
-    10
+    >>> list(random(Graph(load("pydoc-4l")), 3))
+    ['input->m3', 'm0->a1.h1<q>', 'm0->a1.h2<k>']
     """
     require_made("graph", graph, Graph)
     generator = torch.Generator().manual_seed(seed)

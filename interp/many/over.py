@@ -97,8 +97,9 @@ def over_examples(
     >>> clean, corrupted = ["def __ini", "import o"], ["def __nam", "import s"]
     >>> pairs = Pairs(clean, corrupted, [("t", "e"), ("s", "y")])
     >>> result = over_examples(activation_patching, make_model, pairs, "z", layers=0, at_once=1)
-    >>> result.shape  # layer, head, example
-    torch.Size([1, 4, 2])
+    >>> result.top(2)  # means over both examples
+    layer 0, head 0  +1.288
+    layer 0, head 1  +0.5636
     """
     _require_arguments(analysis, executor)
     analysis, options = _without_partial(analysis, options)

@@ -164,11 +164,11 @@ def tuned_lens(
         UnknownNameError: if the model does not have these points.
         ModeError: if the model is in training mode.
 
-    >>> from models import Transformer, TransformerConfig
-    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=1, d_model=4)
-    >>> model = Transformer(config).eval()
-    >>> tuned_lens(model, [[3, 1, 4, 1], [5, 2, 6]], steps=3).losses.shape  # step, layer
-    torch.Size([3, 2])
+    >>> from models import load
+    >>> lens = tuned_lens(load("pydoc-4l"), ["def f(x): return x", "import os.path"], steps=8)
+    >>> lens.losses[[0, -1]].round(decimals=1)  # [step, layer], in nats
+    tensor([[11.0000,  1.1000,  0.6000,  0.4000],
+            [ 1.4000,  0.2000,  0.1000,  0.1000]])
     """
     at_once = batch
     if at_once is None:

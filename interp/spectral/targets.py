@@ -145,8 +145,10 @@ def svd_targets(model: nn.Module, cache: ActivationCache, layers: Some = None) -
     >>> from models import load
     >>> model = load("pydoc-4l")
     >>> _, cache = run_with_cache(model, "def f(x):", mode="full")
-    >>> svd_targets(model, cache).avwo.shape  # batch, layer, head, pos, d_model
-    torch.Size([1, 4, 4, 9, 128])
+    >>> targets = svd_targets(model, cache)
+    >>> heads = targets.avwo[0, 2].sum(0)  # what all heads of layer 2 write, without the bias
+    >>> torch.allclose(heads + model.b_O[2], cache["attn_out", 2][0], atol=1e-5)
+    True
     """
     language: LanguageModel = of(model, "W_V", "W_O")
     require_cache(cache, model)
@@ -271,8 +273,11 @@ def residual_stream(
     >>> _, cache = run_with_cache(model, "def f(x):", mode="full")
     >>> windows = torch.zeros(1, 9, dtype=torch.bool)
     >>> windows[0, 2:5] = True
-    >>> residual_stream(cache, windows).vectors.shape  # window, layer, d_model
-    torch.Size([3, 4, 128])
+    >>> stream = residual_stream(cache, windows)
+    >>> stream
+    ResidualStream: vectors [3, 4, 128], norms [1, 9, 4]
+    >>> stream.norms[0].mean(0).round()  # the stream grows from layer to layer
+    tensor([11., 12., 14., 15.])
     """
     require_cache(cache)
     _names(cache, (point,), 'mode="residual"')

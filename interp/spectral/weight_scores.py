@@ -60,8 +60,11 @@ def composition_scores(
     >>> from models import load
     >>> model = load("pydoc-4l")
     >>> scores = composition_scores(model, "K", draws=2)
-    >>> scores.select(layer=0, to_layer=1).values.shape  # head, to_head, example
-    torch.Size([4, 4, 1])
+    >>> scores.top(2)
+    layer 2, head 3, to_layer 3, to_head 1  +0.1559
+    layer 2, head 3, to_layer 3, to_head 3  +0.1374
+    >>> round(scores.about["baseline"], 3)  # the mean score of random matrices
+    0.092
     """
     require_choice("kind", kind, ("Q", "K", "V"))
     require_integer("draws", draws, 2)

@@ -73,8 +73,11 @@ def qk_circuit(
 
     >>> from models import load
     >>> model = load("pydoc-4l")
-    >>> qk_circuit(model)[0, 2].svd().s.shape
-    torch.Size([32])
+    >>> from interp.spectral import effective_rank
+    >>> circuits = qk_circuit(model)
+    >>> effective_rank(circuits[:2].svd().s).round()  # [layer, head], of at most 32
+    tensor([[ 8.,  7., 13.,  7.],
+            [17., 17., 17., 16.]], dtype=torch.float64)
     """
     queries, keys = FoldedWeights(model, fold, "W_Q", "W_K").queries_and_keys(distance)
     return FactoredMatrix(queries, keys.mT)
@@ -151,8 +154,15 @@ def token_directions(
 
     >>> from models import load
     >>> model = load("pydoc-4l")
-    >>> token_directions(model, ["a", "b"]).shape
-    torch.Size([2, 128])
+    >>> from interp import run_with_cache
+    >>> logits, cache = run_with_cache(model, "def __ini", mode="full")
+    >>> t, e = token_directions(model, ["t", "e"])
+    >>> stream, scale = cache["resid_post", -1][0, -1], cache["ln_final.scale"][0, -1]
+    >>> round((stream @ (t - e) / scale).item(), 1)
+    10.7
+    >>> right, wrong = model.encoded("te")
+    >>> round((logits[0, -1, right] - logits[0, -1, wrong]).item(), 1)  # with their biases
+    10.6
     """
     folded = FoldedWeights(model, fold, "W_U")
     ids = tokens_of(token_ids(model, tokens), most=torch.iinfo(torch.int8).max)  # of any shape
@@ -249,8 +259,12 @@ def singular_tokens(
 
     >>> from models import load
     >>> model = load("pydoc-4l")
-    >>> singular_tokens(model, layer=3, head=1, k=2, top=4).read.shape  # directions, ends, tokens
-    torch.Size([2, 2, 4])
+    >>> tokens = singular_tokens(model, layer=3, head=0, k=1, top=3)
+    >>> tokens.s
+    tensor([1.4624], dtype=torch.float64)
+    >>> read, written = tokens.texts
+    >>> sorted(zip(read[0], written[0]))  # for each end, the tokens read and written
+    [(['E', 'j', 'u'], ['>', '2', '%']), (['l', '@', "'"], ['_', 'k', 'g'])]
     """
     require_choice("circuit", circuit, ("ov", "qk", "W_in", "W_out"))
     if head is None and circuit in ("ov", "qk"):

@@ -78,10 +78,12 @@ def receiver_heads(
     >>> from interp import run_with_cache
     >>> from models import load
     >>> model = load("pydoc-4l")
-    >>> steps = Steps(model, "Open the file. Read it. Close it. Do it again.", "")
+    >>> text = "Open the file. Read it. Close it. Do it again. Print it. Move it. Stop. Go on."
+    >>> steps = Steps(model, text, "")
     >>> cache = run_with_cache(model, steps.text, lazy=True)[1]
-    >>> receiver_heads(model, cache, steps, distance=1).values.shape
-    torch.Size([4, 4, 1])
+    >>> receiver_heads(model, cache, steps, distance=1).top(2)
+    layer 2, head 0  +1.224
+    layer 3, head 2  +1.132
     """
     of(model)
     require_cache(cache, model)

@@ -114,11 +114,11 @@ def generate(
     Raises:
         ValueError: see `generate_steps`.
 
-    >>> from models import Transformer, TransformerConfig
-    >>> config = TransformerConfig(vocab_size=5, n_ctx=9, n_layers=1, n_heads=2, d_model=4)
-    >>> rows = generate(Transformer(config).eval(), [[1, 2], [3]], max_new_tokens=3)
-    >>> [len(row) for row in rows]
-    [5, 4]
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> rows = generate(model, ["impor", "def __in"], max_new_tokens=2)
+    >>> [model.to_text(row) for row in rows]
+    ['import ', 'def __init']
     """
     _require(model, options.get("compiled"))
     refuse(options, generate_steps, "generate")
@@ -244,11 +244,12 @@ def generate_steps(
             steps, if the logits of a running row are not finite.
         RuntimeError: if `torch.compile` cannot compile a step.
 
-    >>> from models import Transformer, TransformerConfig
-    >>> config = TransformerConfig(vocab_size=5, n_ctx=9, n_layers=1, n_heads=2, d_model=4)
-    >>> steps = generate_steps(Transformer(config).eval(), [[1, 2], [3]], max_new_tokens=3)
-    >>> next(steps).logits.shape
-    torch.Size([2, 5])
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> for step in generate_steps(model, "impor", max_new_tokens=2):
+    ...     print(repr(model.to_text(step.tokens)), step.logits.softmax(-1).amax(-1))
+    't' tensor([0.9037])
+    ' ' tensor([0.6768])
     """
     refuse(others, generate_steps, "generate_steps")
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)

@@ -172,8 +172,11 @@ def row_generator(seed: int, row: int, device: torch.device | str = "cpu") -> to
     Returns:
         The generator, on `device`, before its first draw.
 
-    >>> first, second = (torch.rand(1, generator=row_generator(7, row)) for row in (0, 1))
-    >>> bool(first == second)
-    False
+    >>> from models import generate, load
+    >>> model = load("pydoc-4l")
+    >>> rows = generate(model, ["def", "part"], max_new_tokens=3, temperature=1.0, seed=7)
+    >>> second = row_generator(7, 1)
+    >>> generate(model, "part", max_new_tokens=3, temperature=1.0, seed=second) == rows[1:]
+    True
     """
     return generator(seed, row, device=device)
