@@ -19,7 +19,7 @@ from interp.many.division import whole
 from interp.many.passes import Passes
 from interp.pairs.pairs import Pairs
 from interp.reading.maxima import max_activating
-from interp.store.engines import Model, Ray, loaded
+from interp.store.engines import Model, loaded, require_executor
 from interp.store.streaming import statistics
 
 _OF_LISTS = (evaluate_sae, max_activating, statistics)
@@ -64,9 +64,11 @@ def over_examples(
         args: its other positional arguments, such as the dictionaries of `evaluate_sae`.
         at_once: the number of examples in a part.
         executor: any object whose `submit` returns futures with `add_done_callback`, such as
-            `ProcessPoolExecutor(8)`, `ThreadPoolExecutor(2)` or a client of Dask; or
-            `interp.store.Ray(workers=8)`. Threads share one model. Default: None, which runs one
-            part after the other here.
+            `ProcessPoolExecutor(8, mp_context=multiprocessing.get_context("spawn"))`,
+            `ThreadPoolExecutor(2)` or a client of Dask; or `interp.store.Ray(workers=8)`. A pool
+            must start its processes with spawn or forkserver. Before Python 3.14, Linux uses fork
+            by default, and PyTorch hangs in forked processes. Threads share one model. Default:
+            None, which runs one part after the other here.
         out: a folder, or an address of `fsspec`, for finished parts. A later call with the same
             values finds them, for example after the process was killed. All workers must reach this
             folder. Default: None, to keep results in memory.
@@ -85,8 +87,9 @@ def over_examples(
         ValueError: if there are no examples; if a function of your own decides something from all
             examples, such as `steps="auto"`, or selects labels from the examples; if a metric
             contains data of single examples and cannot be divided; if there are fewer parts than
-            shards; if a shard has not finished its parts; or if a fully sharded model (FSDP) gets
-            `shard` or an executor. Errors of the analysis have a note with the part.
+            shards; if a shard has not finished its parts; if the executor forks; or if a fully
+            sharded model (FSDP) gets `shard` or an executor. Errors of the analysis have a note
+            with the part.
         TypeError: if the executor has no `submit`, or the analysis returns another kind of result.
         HookError: if a worker dies. The error names the part, and the same call repeats it.
 
@@ -101,7 +104,8 @@ def over_examples(
     layer 0, head 0  +1.288
     layer 0, head 1  +0.5636
     """
-    _require_arguments(analysis, executor)
+    _require_analysis(analysis)
+    require_executor(executor)
     analysis, options = _without_partial(analysis, options)
     model = loaded(make_model)
     _require_all_parts(model, executor, shard)
@@ -129,21 +133,16 @@ def over_examples(
     return decisions.run(passes, analysis, all_examples.args, all_examples.options)
 
 
-def _require_arguments(analysis: Callable[..., Any], executor: Any) -> None:
-    """Check the kinds of the analysis and of the executor.
+def _require_analysis(analysis: Callable[..., Any]) -> None:
+    """Check that the analysis is a function.
 
     Raises:
-        TypeError: if the analysis is no function, or the executor has no `submit`.
+        TypeError: if it is not.
     """
     if not callable(analysis):
         raise TypeError(
             "analysis must be a function of (model, examples), such as activation_patching; got "
             f"{shown(analysis)}"
-        )
-    if executor is not None and not (isinstance(executor, Ray) or hasattr(executor, "submit")):
-        raise TypeError(
-            "executor must have submit(), such as ProcessPoolExecutor(8), or be "
-            f"interp.store.Ray(...); got {shown(executor)}"
         )
 
 

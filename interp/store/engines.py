@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from hooks.base import library, progress_bar, require_integer
+from hooks.base import library, progress_bar, require_integer, shown
 
 Model = nn.Module | Callable[[], nn.Module]
 """A model, or a function that returns a model."""
@@ -40,6 +40,31 @@ def loaded(model: Model) -> nn.Module:
             f"partial(models.load, 'gpt2'); got {type(module).__name__}"
         )
     return module
+
+
+def require_executor(executor: Any) -> None:
+    """Check that an executor can run jobs.
+
+    Raises:
+        TypeError: if it has no `submit`.
+        ValueError: if it forks this process. A forked process has no threads of PyTorch, but their
+            locks, and may wait for them forever.
+    """
+    if executor is None or isinstance(executor, Ray):
+        return
+    spawn = 'ProcessPoolExecutor(8, mp_context=multiprocessing.get_context("spawn"))'
+    if not hasattr(executor, "submit"):
+        raise TypeError(
+            f"executor must have submit(), such as {spawn}, or be interp.store.Ray(...); got "
+            f"{shown(executor)}"
+        )
+    # Executors have no public attribute for their start method.
+    context = getattr(executor, "_mp_context", None)
+    if context is not None and context.get_start_method() == "fork":
+        raise ValueError(
+            "executor must not fork this process, because forked processes wait forever for "
+            f"threads of PyTorch; got the start method fork: write {spawn}"
+        )
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import pickle
+import sys
 import threading
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
@@ -439,6 +440,17 @@ def test_what_depends_on_all_examples_is_an_error():
         over(lambda model, pairs: 3)
     with pytest.raises(TypeError, match="executor must have submit"):
         over(activation_patching, executor=8)
+
+
+def test_processes_must_not_be_forked():
+    """A forked process hangs if PyTorch has several threads. The error comes before the model."""
+    over = partial(over_examples, activation_patching, sys.exit, PAIRS)
+    fork = multiprocessing.get_context("fork")
+    with (
+        ProcessPoolExecutor(1, mp_context=fork) as executor,
+        pytest.raises(ValueError, match=r'mp_context=multiprocessing.get_context\("spawn"\)'),
+    ):
+        over(executor=executor)
 
 
 @pytest.mark.full
