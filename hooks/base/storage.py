@@ -209,7 +209,7 @@ def write(
             end += gap
         # This copies the tensor at most once.
         value = value.detach().cpu().contiguous()
-        put(begin + end, _content(value))
+        put(begin + end, bytes_of(value))
         dtype, shape = _form(name, value)
         entries[name] = _entry(dtype, shape, begin=end, end=end + value.nbytes)
         end += value.nbytes
@@ -445,13 +445,19 @@ def replacing(
 def checksum(name: str, tensor: Tensor) -> int:
     """Return a CRC of a tensor's name, dtype, shape and numbers. It detects damage, not forgery."""
     described = zlib.crc32(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
-    return zlib.crc32(_content(tensor), described)
+    return zlib.crc32(bytes_of(tensor), described)
 
 
-def _content(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor's numbers."""
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor's numbers in the order of its axes.
+
+    >>> bytes_of(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).T).tolist()
+    [1, 3, 2, 4]
+    """
     numbers = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return numbers.flatten().view(torch.uint8).numpy().data
+    # A contiguous tensor of one number may have any stride, and `view` accepts only a stride of 1.
+    packed = numbers.as_strided((numbers.numel(),), (1,))
+    return packed.view(torch.uint8).numpy().data
 
 
 def checksums(tensors: Mapping[str, Tensor], text: str = "") -> str:

@@ -16,7 +16,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from hooks import ActivationCache
-from hooks.base import Placement, Text, axis_of_rows, is_listed, is_rounding, without_rows
+from hooks.base import (
+    Placement,
+    Text,
+    axis_of_rows,
+    is_listed,
+    is_rounding,
+    storage,
+    without_rows,
+)
 from interp.inputs.cached import text_of
 from interp.inputs.parts import part_now
 
@@ -186,10 +194,9 @@ def _other_inputs(text: Text) -> list[tuple[object, ...]]:
 
 def _content(value: Tensor) -> tuple[list[int], str]:
     """Return the shape of a tensor and a hash of its numbers."""
-    numbers = value.detach().cpu().reshape(-1).contiguous()
-    return [*value.shape], _hashed(numbers.view(torch.uint8).numpy().tobytes())
+    return [*value.shape], _hashed(storage.bytes_of(value))
 
 
-def _hashed(content: bytes) -> str:
+def _hashed(content: bytes | memoryview) -> str:
     """Return a hash of some bytes, 16 hexadecimal digits."""
     return hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -93,6 +93,7 @@ MIXED = {
     "turned": torch.tensor([[1 + 2j, 3 - 4j, 5j]]).conj(),
     "eighth": torch.tensor([1.0, 2.0, -3.0]).to(torch.float8_e5m2),
     "one": torch.tensor(11.0),
+    "one of a row": torch.arange(35.0, dtype=torch.float64).view(5, 7)[2:3, 3],
     'strange \n"\\ \N{FOX FACE} name': torch.tensor([-1, 2], dtype=torch.int16).expand(3, 2),
 }
 NUMPY = {"BOOL": "?", "F64": "f8", "U8": "u1", "I64": "i8", "C64": "c8", "F32": "f4", "I16": "i2"}

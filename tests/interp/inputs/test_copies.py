@@ -91,6 +91,9 @@ def test_other_arguments_make_other_texts():
     assert groups(digests(Text(tokens, more=images))) == (0, 1, 0, 1)
     listed = {"images": [one, one, other, one[:1]]}
     assert groups(digests(Text(tokens, more=listed))) == (0, 0, 1, 2)
+    # The numbers of a column are not beside each other in memory.
+    column = torch.tensor([[5.0, 3, 5, 5], [1, 2, 3, 4]]).T[:, :1]
+    assert groups(digests(Text(tokens, more={"pixel_values": column}))) == (0, 1, 0, 0)
     # It is unknown which patches belong to which text.
     assert groups(digests(Text(tokens, more={"patches": torch.zeros(9, 2)}))) is None
     shared = {"window": torch.zeros(3, 3), "scale": 2.0, "labels": None}
