@@ -17,7 +17,7 @@ from models.kernels import by_blocks, fused
 from models.linear import Linear, dropout
 from models.norm import QKNorm
 from models.positions import rotary
-from models.running.context import Context, ContextOrMask, make_context
+from models.running.context import Context, ContextNeeds, ContextOrMask, make_context
 from models.running.masks import Visible, dense
 from models.weights import AttentionWeights
 
@@ -86,15 +86,14 @@ class Attention(AttentionWeights, Component):
             ValueError: if a mask does not fit `x`.
         """
         if not isinstance(context, Context):
-            context = make_context(
-                x,
+            needs = ContextNeeds(
                 windows={self.window},
                 n_heads=self.heads[0],
-                rotate=partial(self.rotary.rotation, dtype=x.dtype),
                 is_causal=self.is_causal,
-                may_read=should_read(x),
-                query_key_mask=context,
+                rotate=partial(self.rotary.rotation, dtype=x.dtype),
             )
+            may_read = should_read(x)
+            context = make_context(x, needs, may_read=may_read, query_key_mask=context)
         return self.mix(*self.project(x), context)
 
     def project(

@@ -30,7 +30,7 @@ from models.initialisation import initialise
 from models.linear import Linear, dropout
 from models.norm import norm
 from models.positions import NoRotation, added_positions, rotary
-from models.running.context import Context, make_context
+from models.running.context import Context, ContextNeeds, make_context
 from models.running.kvcache import KVCache
 from models.running.pieces import divided, in_pieces
 from models.running.static_cache import StaticCache
@@ -229,17 +229,18 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
         if tokens.device != weight.device:
             # The context depends only on the shape of the tokens, so their numbers are not copied.
             tokens = tokens.new_empty(tokens.shape, device=weight.device)
-        rotate = partial(self.rotary.rotation, dtype=weight.dtype)
-        rotate_windows = partial(self.window_rotary.rotation, dtype=weight.dtype)
-        if isinstance(kv_cache, StaticCache):
-            return kv_cache.context(tokens, set(config.windows), rotate, rotate_windows)
-        return make_context(
-            tokens,
+        needs = ContextNeeds(
             windows=set(config.windows),
             n_heads=config.n_heads,
-            rotate=rotate,
-            rotate_windows=rotate_windows,
             is_causal=config.causal,
+            rotate=partial(self.rotary.rotation, dtype=weight.dtype),
+            rotate_windows=partial(self.window_rotary.rotation, dtype=weight.dtype),
+        )
+        if isinstance(kv_cache, StaticCache):
+            return kv_cache.context(tokens, needs)
+        return make_context(
+            tokens,
+            needs,
             may_read=may_read,
             attention_mask=attention_mask,
             query_key_mask=query_key_mask,

@@ -131,6 +131,8 @@ def second_pass(
 ) -> "ScoreSums":
     """Return the losses of the model with means in place of the values.
 
+    The keywords are the keywords of `evaluate_sae`, because `over_examples` passes them on.
+
     Args:
         model, texts, dictionaries, reads, pos, batch, progress: see `evaluate_sae`.
         means: the mean over all texts for each dictionary, by the point that it writes.

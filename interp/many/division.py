@@ -123,38 +123,45 @@ class Whole:
         )
 
 
+def read_examples(model: nn.Module, examples: Pairs | Texts, as_list: bool) -> Batch:
+    """Return the examples, read with the model.
+
+    Args:
+        model: the model.
+        examples: see `over_examples`.
+        as_list: whether texts stay a list, because the analysis pads batches itself.
+
+    Raises:
+        TypeError, ValueError: if the model cannot read the examples.
+    """
+    if isinstance(examples, Pairs):
+        return examples.read_by(model)
+    return [*each_text(examples)] if as_list else text_for(model, examples)
+
+
 def whole(
     analysis: Callable[..., Any],
     model: nn.Module,
-    examples: Pairs | Texts,
+    read: Batch,
     args: tuple[Any, ...],
     options: Mapping[str, Any],
     *,
     by_example: Sequence[str],
     at_once: int,
-    as_list: bool,
 ) -> Whole:
-    """Read all examples with the model, and check that they can be divided.
+    """Return all examples with the arguments, after a check that they can be divided.
 
     Args:
         analysis: the analysis.
         model: the model.
-        examples, args, options, by_example, at_once: see `over_examples`.
-        as_list: whether texts stay a list, because the analysis pads batches itself.
+        read: the examples; see `read_examples`.
+        args, options, by_example, at_once: see `over_examples`.
 
     Raises:
         ValueError: if there are no examples, an option does not have an entry for each example, or
             a metric cannot be divided.
-        TypeError: if the model cannot read the examples.
     """
     require_integer("at_once", at_once)
-    read: Batch
-    if isinstance(examples, Pairs):
-        read = examples.read_by(model)
-    elif as_list:
-        read = [*each_text(examples)]
-    else:
-        read = text_for(model, examples)
     args = tuple(_read_metric(model, value, read) for value in args)
     options = {name: _read_metric(model, value, read) for name, value in options.items()}
     write = writer_of(model)

@@ -15,7 +15,7 @@ from torch import nn
 from hooks.base import Texts, is_fully_sharded, shown, shows_progress
 from interp.features.evaluation import evaluate_sae
 from interp.many import decisions
-from interp.many.division import whole
+from interp.many.division import read_examples, whole
 from interp.many.passes import Passes
 from interp.pairs.pairs import Pairs
 from interp.reading.maxima import max_activating
@@ -112,12 +112,11 @@ def over_examples(
     all_examples = whole(
         analysis,
         model,
-        examples,
+        read_examples(model, examples, as_list=analysis in _OF_LISTS),
         args,
         options,
         by_example=by_example,
         at_once=at_once,
-        as_list=analysis in _OF_LISTS,
     )
     passes = Passes(
         all_examples,

@@ -132,17 +132,7 @@ def harvest(
     >>> for (values,) in store.batches(6, seed=0):  # shuffled
     ...     assert values.shape == (6, 128)
     """
-    settings = Settings(
-        dtype=dtype,
-        context=context,
-        pack=pack,
-        pos=pos,
-        without=without,
-        pool=pool,
-        column=column,
-        batch=batch,
-        per_file=per_file,
-    )
+    settings = Settings.of(locals())
     is_pair = isinstance(shard, tuple | list) and [*map(type, shard)] == [int, int]
     job, jobs = shard if is_pair else (0, 0)
     if not 0 <= job < jobs:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, SupportsIndex
 
 import torch
@@ -78,6 +78,14 @@ class Settings:
     column: str | None = None
     batch: int = 16
     per_file: int = 64
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> "Settings":
+        """Return the settings among the arguments of a call, which `locals()` returns by name.
+
+        `harvest` and `plan` have each setting as a keyword of the same name.
+        """
+        return cls(**{setting.name: arguments[setting.name] for setting in fields(cls)})
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, torch.dtype | None):

@@ -201,17 +201,7 @@ def plan(
     >>> planned.tokens, planned.bytes, planned.fits
     (800, 422400, True)
     """
-    settings = Settings(
-        dtype=dtype,
-        context=context,
-        pack=pack,
-        pos=pos,
-        without=without,
-        pool=pool,
-        column=column,
-        batch=batch,
-        per_file=per_file,
-    )
+    settings = Settings.of(locals())
     reader = RowReader(loaded(model), names, settings)
     first_batch: list[TextPiece] = []
     n_texts, n_tokens, n_rows, n_files = 0, 0, 0, 0

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hooks.base import Count, progress_bar, require_device, shown, without_gradients
+from hooks.base import progress_bar, require_device, shown, without_gradients
 from models.config import TransformerConfig
 from models.rotary_scaling import RotaryBase
 from models.transformer import Transformer
@@ -145,18 +145,9 @@ def assemble(
     for source in sources.values():
         needed.update(source.keys)
     _check_keys(needed, keys, where)
-    numbers = sum(shapes[name].numel() for name in sources)
-    with progress_bar("loading", total=float(numbers)) as count:
-        values = _read_all(
-            config,
-            sources,
-            shapes=shapes,
-            reader=reader,
-            where=where,
-            dtype=dtype,
-            device=device,
-            count=count,
-        )
+    values = _read_all(
+        config, sources, shapes=shapes, reader=reader, where=where, dtype=dtype, device=device
+    )
     widest = reduce(torch.promote_types, {value.dtype for value in values.values()})
     for name in values:
         values[name] = values[name].to(widest)
@@ -172,9 +163,8 @@ def _read_all(
     where: str,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
-    count: Count,
 ) -> dict[str, Tensor]:
-    """Return the parameters, each in memory of its own.
+    """Return the parameters, each in memory of its own. A progress bar counts their numbers.
 
     If the config ties two parameters, only the one that was read first is returned.
 
@@ -186,7 +176,6 @@ def _read_all(
         where: the name of the file, for errors.
         dtype: the dtype of all parameters. Default: the dtype of each tensor.
         device: the device of the parameters. Default: the CPU.
-        count: a function that gets the size of each parameter that was read, for the progress bar.
     """
     target = require_device(device) or torch.device("cpu")
     values: dict[str, Tensor] = {}
@@ -194,21 +183,24 @@ def _read_all(
     addresses: set[int] = set()
     # Read the largest tensor first. While a tensor is copied, both are in memory, and at the
     # beginning little else is.
-    for name in sorted(sources, key=lambda name: -shapes[name].numel()):
-        tensors = [reader.read(key) for key in sources[name].keys]
-        if not reader.keep:
-            addresses.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
-        value = _converted(sources[name], tensors, shape=shapes[name], where=where, dtype=dtype)
-        read_before = values.keys() & set(_TIED)
-        if config.tied_unembed and name in _TIED and read_before:
-            first = read_before.pop()
-            if differ(values[first], value.to(dtype or value.dtype)):
-                tied = " and ".join(sources[parameter].keys[0] for parameter in (first, name))
-                raise ValueError(f"{where}: {tied} must be equal, because the config ties them")
-        else:
-            values[name] = _owned(value, addresses, dtype=dtype or value.dtype, device=target)
-            addresses.add(values[name].untyped_storage().data_ptr())
-        count(shapes[name].numel())
+    names = sorted(sources, key=lambda name: -shapes[name].numel())
+    numbers = sum(shapes[name].numel() for name in names)
+    with progress_bar("loading", total=float(numbers)) as count:
+        for name in names:
+            tensors = [reader.read(key) for key in sources[name].keys]
+            if not reader.keep:
+                addresses.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+            value = _converted(sources[name], tensors, shape=shapes[name], where=where, dtype=dtype)
+            read_before = values.keys() & set(_TIED)
+            if config.tied_unembed and name in _TIED and read_before:
+                first = read_before.pop()
+                if differ(values[first], value.to(dtype or value.dtype)):
+                    tied = " and ".join(sources[parameter].keys[0] for parameter in (first, name))
+                    raise ValueError(f"{where}: {tied} must be equal, because the config ties them")
+            else:
+                values[name] = _owned(value, addresses, dtype=dtype or value.dtype, device=target)
+                addresses.add(values[name].untyped_storage().data_ptr())
+            count(shapes[name].numel())
     return values
 
 

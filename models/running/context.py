@@ -252,15 +252,29 @@ then counted from 0.
 """
 
 
+class ContextNeeds(NamedTuple):
+    """The facts about blocks that decide the masks and rotations of their contexts.
+
+    Attributes:
+        windows: the windows of the blocks.
+        n_heads: the number of query heads of a block.
+        is_causal: whether a query sees no later keys, if there is no `query_key_mask`.
+        rotate: a function that returns the rotation of positions.
+        rotate_windows: the same function for blocks with a window, if they have their own.
+    """
+
+    windows: Collection[int]
+    n_heads: int
+    is_causal: bool
+    rotate: Callable[[Tensor], Rotation | None]
+    rotate_windows: Callable[[Tensor], Rotation | None] | None = None
+
+
 def make_context(
     x: Shaped[Tensor, "batch pos *d_model"],
-    windows: Collection[int],
-    n_heads: int,
-    rotate: Callable[[Tensor], Rotation | None],
+    needs: ContextNeeds,
     *,
-    is_causal: bool,
     may_read: bool,
-    rotate_windows: Callable[[Tensor], Rotation | None] | None = None,
     attention_mask: Tensor | None = None,
     query_key_mask: Tensor | None = None,
     kv_cache: KVCache | None = None,
@@ -275,12 +289,8 @@ def make_context(
     Args:
         x: the new tokens, or vectors of the residual stream. Only the shape and the device are
             used.
-        windows: the windows of the blocks that will read the context.
-        n_heads: the number of query heads of these blocks.
-        rotate: a function that returns the rotation of positions.
-        is_causal: whether a query sees no later keys, if there is no `query_key_mask`.
+        needs: the facts about the blocks that will read the context.
         may_read: whether the numbers in masks may be read, to check them.
-        rotate_windows: the same function for blocks with a window, if they have their own.
         attention_mask, query_key_mask: see `Transformer.forward`.
         kv_cache: the cache with earlier keys and values. Default: no cache.
 
@@ -288,43 +298,41 @@ def make_context(
         ValueError: if tokens, masks and cache do not fit each other, or if a model that is not
             causal gets a cache, because earlier values of such a model depend on later tokens.
     """
-    n_new = x.shape[1]
     is_cached = kv_cache is not None
-    if is_cached and not is_causal:
+    if is_cached and not needs.is_causal:
         raise ValueError("kv_cache must be None for a model with causal=False; got a KVCache")
     start = 0 if kv_cache is None else kv_cache.length
     columns = _Columns(
         batch=x.shape[0],
         start=start,
-        end=start + n_new,
+        end=start + x.shape[1],
         is_cached=is_cached,
-        drops_keys=is_cached and any(windows),
+        drops_keys=is_cached and any(needs.windows),
         device=x.device,
         may_read=may_read,
     )
     real = _real_columns(columns, attention_mask, kv_cache)
-    seen = _checked_mask(columns, query_key_mask, n_heads)
-    if seen is None and not is_causal:
-        seen = x.new_ones(1, 1, n_new, columns.end, dtype=torch.bool)
+    seen = _checked_mask(columns, query_key_mask, needs.n_heads)
+    if seen is None and not needs.is_causal:
+        seen = x.new_ones(1, 1, x.shape[1], columns.end, dtype=torch.bool)
     real_on_device = None if real is None else to_device(real, x.device)
     positions = _counted(columns, real_on_device)
     masks: dict[int, Visible]
     if seen is not None:
         visible = to_device(seen, x.device)
         visible = visible if real_on_device is None else visible & real_on_device[:, None, None]
-        masks = dict.fromkeys(windows, visible)
+        masks = dict.fromkeys(needs.windows, visible)
     else:
         # A window counts positions. With padding between tokens, these differ from columns.
-        needs_positions = any(windows) and not columns.drops_keys and has_gaps(real, may_read)
-        masks = _masks_by_rule(
-            columns, windows, real_on_device, positions=positions if needs_positions else None
-        )
+        has_windows = any(needs.windows) and not columns.drops_keys
+        counted = positions if has_windows and has_gaps(real, may_read) else None
+        masks = _masks_by_rule(columns, needs.windows, real_on_device, positions=counted)
     new_positions = positions[:, start:]
     return Context(
         new_positions,
         masks,
-        rotation=rotate(new_positions),
-        window_rotation=rotate_windows(new_positions) if rotate_windows else None,
+        rotation=needs.rotate(new_positions),
+        window_rotation=needs.rotate_windows(new_positions) if needs.rotate_windows else None,
         start=start,
         kv_cache=kv_cache,
         real=real,

@@ -261,19 +261,13 @@ def generate_steps(
     require_integer("prefill_chunk", prefill_chunk)
     check_prompts(model, texts, stops=stops, new=max_new_tokens, max_context=max_context)
     compiling = compile_options(compiled)
-    # The blocks of a model may be on several devices.
-    device = model.token_embedding.weight.device
-    drawn_on = model.unembedding.weight.device
-    generators: list[torch.Generator] = []
-    if isinstance(seed, torch.Generator):
-        generators = [seed] * len(texts)
-    elif not sampling.is_greedy:
-        generators = [row_generator(seed, row, drawn_on) for row in range(len(texts))]
     tokens, mask = Text.padded([*map(torch.tensor, texts)], side="left")
     end = tokens.shape[1] + max_new_tokens
     if mask is not None:
         mask = torch.cat([mask, mask.new_ones(len(mask), max_new_tokens)], 1)
     cache = KVCache(end)
+    # The blocks of a model may be on several devices.
+    device = model.token_embedding.weight.device
     mask_there = None if mask is None else to_device(mask, device)
     read: Callable[[Tensor], Tensor] = partial(
         _last_logits, model, cache, mask_there, prefill_chunk
@@ -285,11 +279,26 @@ def generate_steps(
         read,
         tokens=to_device(tokens, device),
         sampling=sampling,
-        generators=generators,
+        generators=_generators(model, len(texts), sampling=sampling, seed=seed),
         stop=stops,
         count=max_new_tokens,
     )
     return _closing(steps, read) if isinstance(read, CompiledSteps) else steps
+
+
+def _generators(
+    model: Transformer, n_rows: int, sampling: Sampling, seed: int | torch.Generator
+) -> list[torch.Generator]:
+    """Return the generator of each row, on the device of the logits.
+
+    The list is empty if nothing is drawn.
+    """
+    if isinstance(seed, torch.Generator):
+        return [seed] * n_rows
+    if sampling.is_greedy:
+        return []
+    device = model.unembedding.weight.device
+    return [row_generator(seed, row, device) for row in range(n_rows)]
 
 
 @without_gradients
@@ -343,13 +352,12 @@ def continuations(
         before = mask.new_ones(len(mask), n_shared)
         after = mask.new_ones(len(mask), max_new_tokens)
         mask = to_device(torch.cat([before, mask, after], 1), device)
-    drawn_on = model.unembedding.weight.device
     steps = _steps(
         model,
         partial(_last_logits, model, cache, mask, 1024),
         tokens=to_device(tokens, device),
         sampling=sampling,
-        generators=[row_generator(seed, row, drawn_on) for row in range(len(texts))],
+        generators=_generators(model, len(texts), sampling=sampling, seed=seed),
         stop=stops,
         count=max_new_tokens,
     )

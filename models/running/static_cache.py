@@ -9,16 +9,13 @@ In `KVCache`, sizes grow with each step, and a compiler would trace each size. H
 4. After all blocks have read the token, `column` grows by one (`commit`).
 """
 
-from collections.abc import Callable, Collection
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hooks.base import to_device
 from models.config import TransformerConfig
-from models.positions import Rotation
-from models.running.context import Context
+from models.running.context import Context, ContextNeeds
 from models.running.kvcache import KVCache, LayerCache
 from models.running.masks import Visible
 
@@ -75,34 +72,26 @@ class StaticCache(KVCache):
         values = [layer.values for layer in self.buffers]
         return [self.column, self.n_padding, *keys, *values]
 
-    def context(
-        self,
-        tokens: Int[Tensor, "batch 1"],
-        windows: Collection[int],
-        rotate: Callable[[Tensor], Rotation | None],
-        rotate_windows: Callable[[Tensor], Rotation | None],
-    ) -> Context:
+    def context(self, tokens: Int[Tensor, "batch 1"], needs: ContextNeeds) -> Context:
         """Return the context of the next token of each row.
 
         Args:
             tokens: the tokens. Only their device is used.
-            windows: the windows of the blocks.
-            rotate: a function that returns the rotation of positions.
-            rotate_windows: the same function for blocks with a window, if they have their own.
+            needs: the facts about the blocks. Their windows and rotations are used.
         """
         column, n_padding = self.column.to(tokens.device), self.n_padding.to(tokens.device)
         keys = torch.arange(self.capacity, device=tokens.device)
         seen = (keys <= column) & (keys >= n_padding)  # [batch, key]
         masks: dict[int, Visible] = {}
-        for window in windows:
+        for window in needs.windows:
             visible = seen & (keys > column - window) if window else seen
             masks[window] = visible[:, None, None]
         positions = column - n_padding  # [batch, 1]
         return Context(
             positions,
             masks,
-            rotation=rotate(positions),
-            window_rotation=rotate_windows(positions),
+            rotation=needs.rotate(positions),
+            window_rotation=needs.rotate_windows(positions) if needs.rotate_windows else None,
             kv_cache=self,
         )
 
