@@ -98,7 +98,7 @@ class Table:
             TypeError: if a value or a label does not fit JSON.
         """
         axes = self.axes.split()
-        values = plain(self.values)
+        values = json_value(self.values)
         sizes = _sizes(self.values, values, axes)
         labels = {}
         for axis, of_axis in self.labels.items():
@@ -109,7 +109,7 @@ class Table:
                     f"axis {axis!r} must have {sizes[axis]} labels; got {len(of_axis)}"
                 )
             if [*of_axis] != [*range(len(of_axis))]:
-                labels[axis] = plain(of_axis)
+                labels[axis] = json_value(of_axis)
         return {"axes": axes, "labels": labels, "unit": self.unit, "values": values}
 
 
@@ -135,7 +135,7 @@ def form(
             contents[name] = table.as_dict()
         except (TypeError, ValueError) as error:
             raise type(error)(f"table {name!r} of {kind}: {error}") from None
-    return {"kind": kind, "version": VERSION, "tables": contents, "about": plain(about or {})}
+    return {"kind": kind, "version": VERSION, "tables": contents, "about": json_value(about or {})}
 
 
 def columns(
@@ -205,13 +205,13 @@ def as_json(value: Any) -> dict[str, Any]:
     return {"kind": kind, "version": VERSION, "tables": tables, "about": about}
 
 
-def plain(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """Return a value as JSON types, with None for NaN and infinity.
 
     Raises:
         TypeError: if the value does not fit JSON.
 
-    >>> plain({2: (1.0, float("-inf")), "names": range(2)})
+    >>> json_value({2: (1.0, float("-inf")), "names": range(2)})
     {'2': [1.0, None], 'names': [0, 1]}
     """
     if isinstance(value, Tensor):
@@ -221,11 +221,11 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return strict_json.finite(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): json_value(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes):
-        return [plain(item) for item in value]
+        return [json_value(item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted(map(plain, value))
+        return sorted(map(json_value, value))
     raise TypeError(f"a result must contain numbers, texts, lists and mappings; got {shown(value)}")
 
 

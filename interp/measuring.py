@@ -300,7 +300,7 @@ def has_batched_runs(metric: Metric) -> bool:
     return isinstance(metric, TokenMetric)
 
 
-def evaluate(
+def metric_of_examples(
     metric: Metric, logits: Float[Tensor, "rows pos vocab"], batch: int
 ) -> Float[Tensor, " batch"]:
     """Return the metric of each example, after a check for NaN.
@@ -365,4 +365,4 @@ def measure(
     # Read the mask once: each look at a mask on a device waits for the device.
     mask = None if attention_mask is None else attention_mask.cpu()
     logits_read = last_real(logits, last_of(metric, mask), mask)
-    return evaluate(metric, logits_read, len(logits))
+    return metric_of_examples(metric, logits_read, len(logits))

@@ -32,7 +32,7 @@ from models.norm import norm
 from models.positions import NoRotation, added_positions, rotary
 from models.running.context import Context, ContextNeeds, make_context
 from models.running.kvcache import KVCache
-from models.running.pieces import divided, in_pieces
+from models.running.pieces import divided_call, in_pieces
 from models.running.static_cache import StaticCache
 from models.text.texts import ReadsText, read
 from models.weights import BlockWeights, tie
@@ -284,7 +284,7 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
         >>> torch.allclose(logits, model(tokens), atol=1e-6)
         True
         """
-        return in_pieces(self.blocks, n_positions, divided)
+        return in_pieces(self.blocks, n_positions, divided_call)
 
     def unembed(
         self, resid: Float[Tensor, "batch pos d_model"]

@@ -13,8 +13,8 @@ from hooks import Point
 from hooks.base import Selection, Text, to_device, unknown_name
 from interp.alignment.featurizers import Featurizer
 from interp.inputs.token_positions import Position, last_real
-from interp.measuring import Metric, evaluate, last_of
-from interp.pairs.answers import per_example, prompts_of_rows, score_of_rows
+from interp.measuring import Metric, last_of, metric_of_examples
+from interp.pairs.answers import prompts_of_rows, score_of_rows, summed_by_example
 from interp.runs.gradients import Gradients
 from interp.runs.runs import Runs
 
@@ -149,7 +149,7 @@ class InterchangeRuns:
         rows_of_answers = (starts + rows).flatten()
         metric = score_of_rows(answers, self.runs.text.rows(rows_of_answers))
         logits = self._read(self._logits(part, rows_of_answers), rows_of_answers, metric)
-        scores = per_example(metric(logits), len(rows))
+        scores = summed_by_example(metric(logits), len(rows))
         losses = softplus(-scores) if continuations.n_answers == 2 else -scores
         return losses.mean()
 
@@ -180,7 +180,7 @@ class InterchangeRuns:
                 choices, wanted = self._choices(logits, rows)
                 right.append(_is_largest(choices, wanted))
         read = torch.cat(outputs)
-        values = self.runs.per_example(evaluate(metric, read, n_rows))
+        values = self.runs.per_example(metric_of_examples(metric, read, n_rows))
         if greedy is not None:
             return values, greedy(read).to(values)
         if pairs.continuations is not None:

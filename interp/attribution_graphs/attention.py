@@ -23,7 +23,7 @@ from interp.attribution_graphs.targets import promoted_tokens
 from interp.numbers.ranks import largest_rows
 from interp.reading.attending import (
     AskedPlace,
-    Side,
+    PartOfScore,
     asked_score,
     attention_attribution,
     checked_head,
@@ -90,7 +90,7 @@ def _labelled(run: FrozenRun, nodes: Sequence[Node], names: set[str]) -> dict[st
 
 
 def _rows_of_head(
-    run: FrozenRun, side: Side, head: tuple[int, int], weights: Float[Tensor, " pos"]
+    run: FrozenRun, side: PartOfScore, head: tuple[int, int], weights: Float[Tensor, " pos"]
 ) -> Float[Tensor, "d_head source"]:
     """Return the effect of each source on a weighted sum of the queries or keys of a head.
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from interp.numbers.precision import finite
 
-Rows = Float[Tensor, "row source"]
+InfluenceRows = Float[Tensor, "row source"]
 
 
-def shares(rows: Rows) -> Rows:
+def shares(rows: InfluenceRows) -> InfluenceRows:
     """Return the absolute values of effects, divided by the sum of the absolute values in their
     row.
     """
@@ -27,7 +27,7 @@ def shares(rows: Rows) -> Rows:
 
 
 def influence(
-    shares: Rows, weights: Float[Tensor, " row"], column: Int[Tensor, " row"]
+    shares: InfluenceRows, weights: Float[Tensor, " row"], column: Int[Tensor, " row"]
 ) -> Float[Tensor, " source"]:
     """Return the influence of each source on the targets.
 
@@ -55,7 +55,7 @@ def influence(
 
 
 def scores(
-    rows: Rows,
+    rows: InfluenceRows,
     weights: Float[Tensor, " row"],
     column: Int[Tensor, " row"],
     is_error: Bool[Tensor, " source"],
@@ -114,7 +114,7 @@ def cumulative(scores: Float[Tensor, " node"]) -> Float[Tensor, " node"]:
 
 
 def pruned(
-    rows: Rows,
+    rows: InfluenceRows,
     weights: Float[Tensor, " row"],
     column: Int[Tensor, " row"],
     is_kept: Bool[Tensor, " source"],

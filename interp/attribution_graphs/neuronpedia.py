@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from interp.attribution_graphs.nodes import Kind, Node
+from interp.attribution_graphs.nodes import Node, NodeKind
 
-_TYPES: dict[Kind, str] = {
+_TYPES: dict[NodeKind, str] = {
     "feature": "cross layer transcoder",
     "error": "mlp reconstruction error",
     "token": "embedding",
@@ -22,10 +22,10 @@ _TYPES: dict[Kind, str] = {
     "bias": "embedding",
     "logit": "logit",
 }
-_KINDS: dict[str, Kind] = {name: kind for kind, name in [*_TYPES.items()][::-1]}
+_KINDS: dict[str, NodeKind] = {name: kind for kind, name in [*_TYPES.items()][::-1]}
 # Graphs of Anthropic contain this type, and their page displays it as a feature.
 _KINDS["unexplored node"] = "feature"
-_EMBEDDINGS: dict[str, Kind] = {"E": "token", "P": "position", "B": "bias"}
+_EMBEDDINGS: dict[str, NodeKind] = {"E": "token", "P": "position", "B": "bias"}
 # Names look like `1_57794_2`, or `1_cro_57794_2` on Neuronpedia's server.
 _NAME = re.compile(r".+_(-?\d+)_(\d+)")
 # Labels look like `Output " a" (p=0.250)`, and begin with `Logit` on Neuronpedia's server and

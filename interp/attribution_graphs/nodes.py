@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-Kind = Literal["feature", "error", "token", "position", "bias", "logit"]
+NodeKind = Literal["feature", "error", "token", "position", "bias", "logit"]
 
 
 class Node(NamedTuple):
@@ -40,7 +40,7 @@ class Node(NamedTuple):
     """
 
     id: str
-    kind: Kind
+    kind: NodeKind
     layer: int
     pos: int
     number: int

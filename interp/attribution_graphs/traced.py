@@ -20,7 +20,7 @@ from interp.attribution_graphs.intervention import Intervention
 from interp.attribution_graphs.nodes import AttentionCell, Link, Node, sources
 from interp.attribution_graphs.pruned import PrunedGraph
 from interp.attribution_graphs.targets import ExplainedAnswers, LogitTerms, promoted_tokens
-from interp.json_form import plain
+from interp.json_form import json_value
 from interp.reading.attending import AskedPlace
 from interp.results.result import Result
 
@@ -375,7 +375,11 @@ class AttributionGraph(plots.Shown):
             "attention_gap": self.attention_gap,
         }
         pruned = self.pruned().as_json()
-        return {**pruned, "kind": "AttributionGraph", "about": plain({**pruned["about"], **about})}
+        return {
+            **pruned,
+            "kind": "AttributionGraph",
+            "about": json_value({**pruned["about"], **about}),
+        }
 
     def __repr__(self) -> str:
         explained = int((self.column >= 0).sum())

@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks.base import progress_of, without_gradients
-from interp.claims.fields import entries, fields, flag, number, text
+from interp.claims.fields import entries, fields, flag, number, text_field
 from interp.claims.trial import Content, Trial, highest, shuffled_weights
 from interp.claims.verdict import Bounds, Test
 from interp.effects.edges import edge_attribution
@@ -181,10 +181,14 @@ class CircuitContent(Content):
             ValueError: if a field is missing, unknown or wrong.
         """
         facts = fields(value, path, "edges", "split_embeddings", "digests", "promised")
-        edges = tuple(text(edge, at) for at, edge in entries(facts["edges"], f"{path}.edges", 1))
+        edges = tuple(
+            text_field(edge, at) for at, edge in entries(facts["edges"], f"{path}.edges", 1)
+        )
         if len({*edges}) < len(edges):
             raise ValueError(f"{path}.edges must be different edges; got the same edge twice")
-        digests = [text(entry, at) for at, entry in entries(facts["digests"], f"{path}.digests")]
+        digests = [
+            text_field(entry, at) for at, entry in entries(facts["digests"], f"{path}.digests")
+        ]
         promised = fields(facts["promised"], f"{path}.promised", *_PROMISES)
         for name in _PROMISES:
             promised[name] = number(promised[name], f"{path}.promised.{name}", least=0, most=1)

@@ -34,8 +34,8 @@ from interp import plots
 from interp.claims.circuit import CircuitContent
 from interp.claims.direction import DirectionContent
 from interp.claims.effect import EffectContent
-from interp.claims.fields import choice, fields, integer, text
-from interp.claims.texts import Identity, StoredPairs
+from interp.claims.fields import choice, fields, integer, text_field
+from interp.claims.texts import ModelIdentity, StoredPairs
 from interp.claims.trial import Content, Trial
 from interp.claims.variable import VariableContent
 from interp.claims.verdict import Test, Verdict
@@ -92,7 +92,7 @@ class Claim(plots.Shown):
     """
 
     says: str
-    model: Identity
+    model: ModelIdentity
     pairs: StoredPairs
     test: StoredPairs | None
     content: Content
@@ -328,7 +328,7 @@ class Claim(plots.Shown):
         _require_corrupted(content, pairs=stored, test=stored_test)
         return cls(
             says=says,
-            model=Identity.of(model, name),
+            model=ModelIdentity.of(model, name),
             pairs=stored,
             test=stored_test,
             content=content,
@@ -405,7 +405,7 @@ class Claim(plots.Shown):
             dictionary=dictionary,
             max_bytes=max_bytes,
         )
-        identity = Identity.of(model)
+        identity = ModelIdentity.of(model)
         tests = [
             *self._tests_of_model(identity, on),
             _test_of_texts(given, usable),
@@ -447,7 +447,7 @@ class Claim(plots.Shown):
         rows = [row for row, digest in enumerate(pairs.digests()) if digest not in seen]
         return pairs[rows] if rows else None
 
-    def _tests_of_model(self, identity: Identity, on: str | None) -> list[Test]:
+    def _tests_of_model(self, identity: ModelIdentity, on: str | None) -> list[Test]:
         """Return the test that the model has the hashes of the claim, unless another is asked."""
         if on == "another model":
             return []
@@ -456,7 +456,7 @@ class Claim(plots.Shown):
         note = "this is not the model of the claim; to test this model, pass on='another model'"
         return [Test("same model", "cannot tell", "equal hashes", note=note)]
 
-    def _about(self, trial: Trial, identity: Identity, usable: Pairs | None) -> dict[str, str]:
+    def _about(self, trial: Trial, identity: ModelIdentity, usable: Pairs | None) -> dict[str, str]:
         """Return facts about a verification, for the table."""
         differs = "" if identity.is_same(self.model) else ", which has other hashes"
         fresh = "0" if usable is None else str(len(usable))
@@ -534,12 +534,14 @@ class Claim(plots.Shown):
         test = None if facts["test"] is None else StoredPairs.from_json(facts["test"], "test")
         _require_corrupted(content, pairs=pairs, test=test)
         return cls(
-            says=text(facts["says"], "says"),
-            model=Identity.from_json(facts["model"], "model"),
+            says=text_field(facts["says"], "says"),
+            model=ModelIdentity.from_json(facts["model"], "model"),
             pairs=pairs,
             test=test,
             content=content,
-            versions={name: text(fact, f"versions.{name}") for name, fact in versions.items()},
+            versions={
+                name: text_field(fact, f"versions.{name}") for name, fact in versions.items()
+            },
             seeds=integer(facts["seeds"], "seeds", least=1),
         )
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from hooks.base import Text, Texts, without_gradients
 from interp import edits
 from interp.claims.fields import entries, fields, number
-from interp.claims.texts import Rows, listed, read_rows
+from interp.claims.texts import TokenRows, listed, read_rows
 from interp.claims.trial import Content, Trial, highest, one_place
 from interp.claims.verdict import Bounds, Test
 from interp.directions.direction import Direction
@@ -56,7 +56,7 @@ class DirectionContent(Content):
 
     vectors: Mapping[str, tuple[float, ...]]
     strength: float
-    texts: Mapping[str, Rows]
+    texts: Mapping[str, TokenRows]
     moves: float
     cost: float
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hooks.base import require_integer, weights_hash, without_gradients
 from interp import edits
-from interp.claims.fields import fields, integer, number, text
+from interp.claims.fields import fields, integer, number, text_field
 from interp.claims.trial import Content, Trial, shuffled_weights, signed
 from interp.claims.verdict import Test
 from interp.edits import Edit
@@ -191,14 +191,14 @@ class EffectContent(Content):
         """
         facts = fields(value, path, "axis", "point", "index", "dictionary", "promised")
         promised = fields(facts["promised"], f"{path}.promised", "matters")
-        axis = text(facts["axis"], f"{path}.axis")
+        axis = text_field(facts["axis"], f"{path}.axis")
         if axis not in ("head", "feature"):
             raise ValueError(f"{path}.axis must be head or feature; got {axis!r:.60}")
         return cls(
             axis=axis,
-            point=text(facts["point"], f"{path}.point"),
+            point=text_field(facts["point"], f"{path}.point"),
             index=integer(facts["index"], f"{path}.index", least=0),
-            dictionary=text(facts["dictionary"], f"{path}.dictionary"),
+            dictionary=text_field(facts["dictionary"], f"{path}.dictionary"),
             matters=_share(promised["matters"], f"{path}.promised.matters"),
         )
 

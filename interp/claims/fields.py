@@ -34,7 +34,7 @@ def fields(value: Any, path: str, *names: str) -> dict[str, Any]:
     return dict(value)
 
 
-def text(value: Any, path: str) -> str:
+def text_field(value: Any, path: str) -> str:
     """Return a text of JSON.
 
     Raises:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from hooks.base import Text, config_hash, sides_of_padding, uncompiled, weights_hash, writer_of
-from interp.claims.fields import entries, fields, flag, integer, text
+from interp.claims.fields import entries, fields, flag, integer, text_field
 from interp.kinds import require_made
 from interp.pairs.pairs import Pairs
 
-Rows = tuple[tuple[int, ...], ...]
+TokenRows = tuple[tuple[int, ...], ...]
 """The tokens of each text."""
 
 
@@ -35,9 +35,9 @@ class StoredPairs:
         words: the words of each clean text; None if the model has no tokenizer.
     """
 
-    clean: Rows
-    corrupted: Rows | None
-    answers: tuple[Rows, ...]
+    clean: TokenRows
+    corrupted: TokenRows | None
+    answers: tuple[TokenRows, ...]
     pos: tuple[int, ...]
     per_token: bool
     words: tuple[str, ...] | None
@@ -160,7 +160,9 @@ class StoredPairs:
         pos = tuple(integer(entry, at) for at, entry in entries(facts["pos"], f"{path}.pos"))
         words = None
         if facts["words"] is not None:
-            words = tuple(text(entry, at) for at, entry in entries(facts["words"], f"{path}.words"))
+            words = tuple(
+                text_field(entry, at) for at, entry in entries(facts["words"], f"{path}.words")
+            )
         for name, values in (("answers", answers), ("pos", pos), ("words", words)):
             if values is not None and len(values) != n:
                 raise ValueError(f"{path}.{name} must have {n} entries; got {len(values)}")
@@ -177,7 +179,7 @@ class StoredPairs:
 
 
 @dataclass(frozen=True)
-class Identity:
+class ModelIdentity:
     """The identity of a model.
 
     Attributes:
@@ -191,7 +193,7 @@ class Identity:
     weights: str
 
     @classmethod
-    def of(cls, model: nn.Module, name: str = "") -> "Identity":
+    def of(cls, model: nn.Module, name: str = "") -> "ModelIdentity":
         """Return the identity of a model.
 
         Args:
@@ -203,12 +205,12 @@ class Identity:
         known_name = str(getattr(config, "name_or_path", "") or type(inner).__name__)
         return cls(name or known_name, config_hash(inner), weights_hash(inner, whole=True))
 
-    def is_same(self, other: "Identity") -> bool:
+    def is_same(self, other: "ModelIdentity") -> bool:
         """Return whether two identities have the same hashes."""
         return (self.config, self.weights) == (other.config, other.weights)
 
     @classmethod
-    def from_json(cls, value: Any, path: str) -> "Identity":
+    def from_json(cls, value: Any, path: str) -> "ModelIdentity":
         """Return an identity from JSON types.
 
         Raises:
@@ -216,13 +218,13 @@ class Identity:
         """
         facts = fields(value, path, "name", "config", "weights")
         for name in ("config", "weights"):
-            digits = text(facts[name], f"{path}.{name}")
+            digits = text_field(facts[name], f"{path}.{name}")
             if len(digits) != 64 or {*digits} - {*"0123456789abcdef"}:
                 raise ValueError(f"{path}.{name} must be a hash of 64 digits; got {digits!r:.60}")
-        return cls(text(facts["name"], f"{path}.name"), facts["config"], facts["weights"])
+        return cls(text_field(facts["name"], f"{path}.name"), facts["config"], facts["weights"])
 
 
-def _rows(part: Text) -> Rows:
+def _rows(part: Text) -> TokenRows:
     """Return the real tokens of each text."""
     return tuple(tuple(row) for row in part.listed())
 
@@ -232,7 +234,7 @@ def listed(rows: Sequence[Sequence[int]]) -> list[list[int]]:
     return [[*row] for row in rows]
 
 
-def read_rows(value: Any, path: str) -> Rows:
+def read_rows(value: Any, path: str) -> TokenRows:
     """Return tokens from JSON types: lists of integers from 0, none of them empty."""
     rows = []
     for place, row in entries(value, path, least=1):
@@ -240,7 +242,7 @@ def read_rows(value: Any, path: str) -> Rows:
     return tuple(rows)
 
 
-def _answers(pairs: Pairs) -> tuple[Rows, ...]:
+def _answers(pairs: Pairs) -> tuple[TokenRows, ...]:
     """Return the answers of pairs that a model has read."""
     if pairs.continuations is not None:
         return pairs.continuations.tokens
@@ -286,7 +288,7 @@ def _require_metric_of_answers(name: str, pairs: Pairs, restored: Pairs) -> None
         )
 
 
-def _words(model: nn.Module, rows: Rows) -> tuple[str, ...] | None:
+def _words(model: nn.Module, rows: TokenRows) -> tuple[str, ...] | None:
     """Return the words of texts; None without a tokenizer."""
     write = writer_of(model)
     return None if write is None else tuple("".join(write([*row])) for row in rows)

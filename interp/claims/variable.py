@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from hooks.base import require_integer
 from interp.alignment import align
-from interp.claims.fields import fields, integer, number, text
+from interp.claims.fields import fields, integer, number, text_field
 from interp.claims.trial import Content, Trial
 from interp.claims.verdict import Bounds, Test
 from interp.results.result import Result
@@ -116,7 +116,7 @@ class VariableContent(Content):
         accuracy = number(promised["accuracy"], f"{path}.promised.accuracy", least=0, most=1)
         head = facts["head"]
         return cls(
-            point=text(facts["point"], f"{path}.point"),
+            point=text_field(facts["point"], f"{path}.point"),
             k=integer(facts["k"], f"{path}.k", least=1),
             pos=integer(facts["pos"], f"{path}.pos"),
             head=None if head is None else integer(head, f"{path}.head", least=0),

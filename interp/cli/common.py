@@ -41,7 +41,7 @@ def add_options(
         command.add_argument(name, **{**settings, **kind})
 
 
-def text_of(options: argparse.Namespace) -> str:
+def text_of_options(options: argparse.Namespace) -> str:
     """Return the text that the options give.
 
     Raises:
@@ -76,7 +76,7 @@ def print_or_write(options: argparse.Namespace, text: str, data: Mapping[str, An
     if options.out is None:
         print(output)
         return
-    with replacing(options.out) as file:
+    with replacing_output(options.out) as file:
         file.write(output + "\n")
 
 
@@ -240,7 +240,7 @@ def _dtype(options: argparse.Namespace) -> torch.dtype | None:
 
 
 @contextmanager
-def replacing(out: str) -> Iterator[IO[str]]:
+def replacing_output(out: str) -> Iterator[IO[str]]:
     """Open a new file that replaces `out`, or the target of the link `out`, when it is complete.
 
     If `out` is not a regular file, such as a pipe, the output is written to it directly.

@@ -5,7 +5,7 @@ import warnings
 from typing import Any
 
 from hooks.base import require_integer
-from interp.cli.common import model_of, print_or_write, text_of
+from interp.cli.common import model_of, print_or_write, text_of_options
 from interp.features import TranscoderSet, feature_cards, splice
 from interp.features.loading import load_any
 from interp.inputs.texts import text_for
@@ -14,7 +14,7 @@ from interp.inputs.texts import text_for
 def run(options: argparse.Namespace) -> None:
     """Print cards of features."""
     model = model_of(options, trained=True)
-    text = text_of(options)
+    text = text_of_options(options)
     loaded = load_any(options.dictionary)
     placed: Any = loaded if options.at is None else {options.at: loaded}
     if isinstance(loaded, TranscoderSet):

@@ -6,7 +6,7 @@ import torch
 
 from hooks import HookedRunner
 from interp import edits
-from interp.cli.common import model_of, print_or_write, text_of
+from interp.cli.common import model_of, print_or_write, text_of_options
 from interp.cli.edits import parsed
 from interp.directions import Direction
 from interp.edits.edit import Edit
@@ -20,7 +20,7 @@ def run(options: argparse.Namespace) -> None:
     for text in options.steer:
         changes += _steering(text)
     model = model_of(options, trained=True)
-    prompt = text_of(options)
+    prompt = text_of_options(options)
     with HookedRunner(model).hooks(changes):
         if isinstance(language := of(model), type(model)):
             from models import generate_text

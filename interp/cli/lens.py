@@ -3,7 +3,7 @@
 import argparse
 
 from hooks import HookedRunner
-from interp.cli.common import model_of, print_or_write, text_of
+from interp.cli.common import model_of, print_or_write, text_of_options
 from interp.inputs.texts import text_for
 from interp.protocol import of
 from interp.reading.lens import logit_lens
@@ -13,7 +13,7 @@ def run(options: argparse.Namespace) -> None:
     """Print the last positions as a table, or all positions as JSON."""
     model = model_of(options, trained=True)
     language = of(model, "unembed")
-    text = text_of(options)
+    text = text_of_options(options)
     read = text_for(model, text)
     _, cache = HookedRunner(model).run_with_cache(read.tokens, lazy=True, **read.arguments(model))
     readout = logit_lens(model, cache, top_k=options.top)

@@ -2,7 +2,7 @@
 
 import argparse
 
-from interp.cli.common import model_of, print_or_write, text_of
+from interp.cli.common import model_of, print_or_write, text_of_options
 from interp.effects.patching import activation_patching
 from interp.pairs.pairs import Pairs
 
@@ -13,7 +13,7 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"--answers must be one or two answers; got {len(options.answers)}")
     model = model_of(options, trained=True)
     answers = tuple(options.answers) if len(options.answers) == 2 else options.answers[0]
-    pairs = Pairs(text_of(options), options.corrupted, answers)
+    pairs = Pairs(text_of_options(options), options.corrupted, answers)
     result = activation_patching(
         model, pairs, site=options.site, over=options.over, direction=options.direction
     )

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from interp.cli.common import STREAMS, in_format, model_of, replacing
+from interp.cli.common import STREAMS, in_format, model_of, replacing_output
 
 if TYPE_CHECKING:
     from models import Transformer
@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> None:
     """Write the page, and print a summary."""
     from interp.report import report
 
-    with replacing(options.out) as page:
+    with replacing_output(options.out) as page:
         model = model_of(options, trained=True)
         model.require_tokenizer()
         clean, corrupted = _prompts(options, model)

@@ -5,14 +5,14 @@ from pathlib import Path
 
 from interp import plots
 from interp.attribution_graphs import AttributionGraph, PrunedGraph, attribution_graph
-from interp.cli.common import model_of, print_or_write, text_of
+from interp.cli.common import model_of, print_or_write, text_of_options
 from interp.features.loading import load_any
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the targets and the nodes that act on them, and write the files."""
     model = model_of(options, trained=True)
-    text = text_of(options)
+    text = text_of_options(options)
     graph = attribution_graph(
         model,
         text,

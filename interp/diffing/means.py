@@ -18,7 +18,7 @@ _TRIES = 100
 """The number of random halves that are tried for each draw."""
 
 
-class Means(NamedTuple):
+class SumsOfTexts(NamedTuple):
     """Sums of the values of each text over its tokens, in float64, and the numbers of tokens.
 
     Attributes:
@@ -88,7 +88,7 @@ def means_of(
     layer: int,
     first: int | None,
     batch: int,
-) -> Means:
+) -> SumsOfTexts:
     """Return the sums of the values of each text at one point. Axes after `pos` are flattened.
 
     Args:
@@ -129,7 +129,7 @@ def means_of(
             values = cache[name].flatten(2).double()
             mask = to_device(read, values.device)[..., None]
             sums[kind].append(values.where(mask, 0).sum(1).cpu())
-    return Means(
+    return SumsOfTexts(
         name=name,
         tuned=torch.cat(sums["tuned"]),
         base=torch.cat(sums["base"]),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hooks.base import generator, require_integer, writer_of
 from interp import plots
-from interp.diffing.means import Means
+from interp.diffing.means import SumsOfTexts
 from interp.diffing.twins import TwoModels
 from interp.inputs.token_positions import token_ids, tokens_of
 from interp.json_form import Table, form
@@ -147,7 +147,9 @@ class DifferenceLens(plots.Shown):
         return "\n".join(lines)
 
 
-def directions_of(means: Means, draws: int, seed: int) -> dict[str, Float[Tensor, " d_model"]]:
+def directions_of(
+    means: SumsOfTexts, draws: int, seed: int
+) -> dict[str, Float[Tensor, " d_model"]]:
     """Return the mean difference and the control directions by name.
 
     Controls that compare two halves of the texts are left out for a single text. Four

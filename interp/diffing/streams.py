@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hooks.base import Text, generator, to_device
 from hooks.shared import names_by_layer
-from interp.diffing.twins import Batch, TwoModels
+from interp.diffing.twins import BatchOfTwo, TwoModels
 from interp.numbers.precision import divergence
 from interp.protocol import logits_of, n_logits, of, require_one_vector
 from interp.results.result import Result
@@ -168,7 +168,7 @@ def _relative(
 
 def _divergences(
     models: TwoModels,
-    part: Batch,
+    part: BatchOfTwo,
     tuned: Float[Tensor, "batch pos d_model"],
     base: Float[Tensor, "batch pos d_model"],
     seed: int,

@@ -41,7 +41,7 @@ from interp.runs.models import require_same_points, require_same_tokens
 _SIZES = ("vocab_size", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_head", "d_mlp")
 
 
-class Batch(NamedTuple):
+class BatchOfTwo(NamedTuple):
     """A batch of texts, as each of two models reads it.
 
     Attributes:
@@ -118,7 +118,7 @@ class TwoModels:
             raise ValueError("texts must contain at least one text; got no text")
         return rows
 
-    def batches(self, rows: list[list[int]], size: int) -> Iterator[Batch]:
+    def batches(self, rows: list[list[int]], size: int) -> Iterator[BatchOfTwo]:
         """Yield batches of at most `size` texts, which differ in size by one text at most.
 
         Args:
@@ -132,10 +132,10 @@ class TwoModels:
             numbers = range(start, end)
             text = padded(rows[start:end], self.tuned, numbers)
             other = text if self.is_one else padded(rows[start:end], self.base, numbers)
-            yield Batch(numbers, text, other)
+            yield BatchOfTwo(numbers, text, other)
 
     def capture(
-        self, batch: Batch, names: Iterable[str]
+        self, batch: BatchOfTwo, names: Iterable[str]
     ) -> tuple[ActivationCache, ActivationCache]:
         """Return values of both models at some points. The runs stop after the last point.
 
@@ -150,7 +150,7 @@ class TwoModels:
 
     def by_layer(
         self,
-        batch: Batch,
+        batch: BatchOfTwo,
         names: Mapping[int, str],
         visit: Callable[[Tensor, Tensor], object],
     ) -> None:
@@ -179,7 +179,7 @@ class TwoModels:
 
     def _stored(
         self,
-        batch: Batch,
+        batch: BatchOfTwo,
         names: Mapping[int, str],
         visit: Callable[[Tensor, Tensor], object],
     ) -> None:

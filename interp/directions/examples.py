@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from hooks import ActivationCache, SelectionError
 from hooks.base import Index, Selection, Text, Texts, is_rounding, named_spans, require_kind
 from hooks.shared import names_by_layer
-from interp.directions.stored import Labels, StoredTexts, all_of, by_label, rows_of, told_apart
+from interp.directions.stored import (
+    Labels,
+    StoredTexts,
+    all_of,
+    by_label,
+    rows_of_store,
+    told_apart,
+)
 from interp.inputs.cached import text_of, text_of_values
 from interp.inputs.copies import digests, numbered
 from interp.inputs.texts import batches
@@ -19,7 +26,7 @@ from interp.numbers.precision import finite
 from interp.protocol import runner_of
 from interp.store import Activations
 
-Kind = Texts | ActivationCache | Activations
+KindOfExamples = Texts | ActivationCache | Activations
 """Texts of one kind, as the user provides them."""
 
 TextsOfKind = Texts | ActivationCache | StoredTexts
@@ -58,8 +65,8 @@ class Contrast:
     For the attributes, see `difference_of_means`.
     """
 
-    yes: Kind
-    no: Kind | None
+    yes: KindOfExamples
+    no: KindOfExamples | None
     site: str | Sequence[str]
     labels: Labels | None
     pos: Index | str | None
@@ -73,7 +80,7 @@ class Contrast:
 
 
 def _kinds_of(
-    model: nn.Module, yes: Kind, no: Kind | None, labels: Labels | None
+    model: nn.Module, yes: KindOfExamples, no: KindOfExamples | None, labels: Labels | None
 ) -> tuple[TextsOfKind, TextsOfKind]:
     """Return the texts of both kinds. A store is replaced by its texts of each kind.
 
@@ -207,7 +214,7 @@ def _stored(
     kinds = ((1, "yes", yes), (0, "no", no))
     for (label, kind, texts), chosen in zip(kinds, of_kinds, strict=True):
         n_before = n_texts
-        for rows in rows_of(texts, points, where=chosen, what=f"pos of {kind}", batch=batch):
+        for rows in rows_of_store(texts, points, where=chosen, what=f"pos of {kind}", batch=batch):
             yield Examples(
                 label=label,
                 text=torch.tensor(rows.texts) + n_texts,
@@ -266,7 +273,7 @@ def text_numbers(parts: Sequence[Examples]) -> list[int]:
         part_of |= dict.fromkeys(part.text.tolist(), part)
         hashes += part.digests
 
-    def agree(first: int, second: int) -> bool:
+    def are_copies(first: int, second: int) -> bool:
         """Return True unless values of a cache show that two texts with one hash are different."""
         return _have_same_values(part_of[first], first, part_of[second], second)
 
@@ -274,7 +281,7 @@ def text_numbers(parts: Sequence[Examples]) -> list[int]:
         name = [*parts[0].values][-1]
         first_examples = torch.cat([part.values[name][part.rank == 0] for part in parts])
         hashes = told_apart(hashes, first_examples)
-    return numbered(hashes, agree)
+    return numbered(hashes, are_copies)
 
 
 def _have_same_values(part: Examples, text: int, other: Examples, other_text: int) -> bool:

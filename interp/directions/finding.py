@@ -11,7 +11,7 @@ from hooks import EditError
 from hooks.base import Index, shows_progress, without_gradients
 from interp.directions.direction import Direction
 from interp.directions.erasing import Eraser, leace
-from interp.directions.examples import Contrast, Kind
+from interp.directions.examples import Contrast, KindOfExamples
 from interp.directions.stored import Labels
 from interp.edits.edit import Edit
 from interp.edits.places import Region
@@ -23,8 +23,8 @@ from interp.numbers.moments import Moments
 @without_gradients
 def difference_of_means(
     model: nn.Module,
-    yes: "Kind",
-    no: "Kind | None" = None,
+    yes: "KindOfExamples",
+    no: "KindOfExamples | None" = None,
     site: str | Sequence[str] = "resid_post",
     *,
     labels: "Labels | None" = None,
@@ -166,8 +166,8 @@ class Erasure:
 @without_gradients
 def erasure(
     model: nn.Module,
-    yes: "Kind",
-    no: "Kind | None" = None,
+    yes: "KindOfExamples",
+    no: "KindOfExamples | None" = None,
     site: str | Sequence[str] = "resid_post",
     *,
     labels: "Labels | None" = None,

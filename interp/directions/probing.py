@@ -34,7 +34,7 @@ from hooks.base import (
 )
 from interp import plots
 from interp.directions.direction import Direction
-from interp.directions.examples import Contrast, Examples, Kind, text_numbers
+from interp.directions.examples import Contrast, Examples, KindOfExamples, text_numbers
 from interp.directions.stored import Labels
 from interp.json_form import form
 from interp.numbers.intervals import interval_text
@@ -165,8 +165,8 @@ class Probe(plots.Shown):
 @without_gradients
 def probe(
     model: nn.Module,
-    yes: "Kind",
-    no: "Kind | None" = None,
+    yes: "KindOfExamples",
+    no: "KindOfExamples | None" = None,
     site: str | Sequence[str] = "resid_post",
     *,
     labels: "Labels | None" = None,

@@ -16,7 +16,7 @@ from torch import nn
 
 from hooks.base import Index, shows_progress, without_gradients
 from interp import plots
-from interp.directions.examples import Kind
+from interp.directions.examples import KindOfExamples
 from interp.directions.probing import Probe, probe
 from interp.features import Dictionary, splice
 from interp.json_form import Table, form
@@ -109,8 +109,8 @@ def _listed(features: Sequence[tuple[int, float]]) -> str:
 def sparse_probes(
     model: nn.Module,
     dictionary: Dictionary,
-    yes: "Kind",
-    no: "Kind",
+    yes: "KindOfExamples",
+    no: "KindOfExamples",
     k: Sequence[int] = (1, 2, 5, 10),
     *,
     reads: str | None = None,

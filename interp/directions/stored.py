@@ -107,7 +107,7 @@ def by_label(store: Activations, labels: Labels) -> tuple[StoredTexts, StoredTex
     return StoredTexts(store, yes), StoredTexts(store, no)
 
 
-def rows_of(
+def rows_of_store(
     texts: StoredTexts, points: Sequence[str], where: Selection, what: str, batch: int
 ) -> Iterator[StoredRows]:
     """Yield the selected rows of each batch of texts.
@@ -203,7 +203,7 @@ def _chosen(
     Args:
         columns: the tensors of the file.
         numbers: the numbers of the texts in the store.
-        points, where, what: see `rows_of`.
+        points, where, what: see `rows_of_store`.
         first: the index of the first of these texts among the texts of its kind.
     """
     text_of_row = columns["text"].long()
@@ -235,7 +235,7 @@ def _places(where: Selection, row_at: dict[int, int], what: str, number: int) ->
     """Return the selected places of a text that have rows.
 
     Args:
-        where, what: see `rows_of`.
+        where, what: see `rows_of_store`.
         row_at: the row of each stored place of the text.
         number: the number of the text among the texts of its kind.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from hooks import ActivationCache, EditError, Point
 from hooks.base import Index, Selection, number_of_call, to_device, unknown_name
 from interp.edits.padding import require_real_source
-from interp.edits.places import Region, Where, first_column, locate, selects_end
+from interp.edits.places import Region, Where, first_column, locate_part, selects_end
 from interp.edits.sources import ValueSource
 from interp.protocol import is_of_text
 
@@ -196,7 +196,7 @@ class Edit:
         where = {axis: selection for axis, selection in self.where.items() if axis != CALL}
         source_value = None if self.source is None else self.source.at(activation, point, where)
         columns = None if source_value is None else source_value.columns
-        place = locate(activation, point, where, columns)
+        place = locate_part(activation, point, where, columns)
         if place is None:
             return None
         region = activation[place.box]

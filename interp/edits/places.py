@@ -12,7 +12,7 @@ second text is in column 4:
    `[[True, False, False], [False, False, True]]`.
 4. With `source_pos`, `source_columns` contains the source's column for each column of the box.
 5. In a generation whose activation is [2, 1, head, d_head] and starts at column 5, `pos=1` selects
-   nothing: `locate` returns None.
+   nothing: `locate_part` returns None.
 """
 
 import itertools
@@ -225,7 +225,7 @@ class Region:
         return torch.take_along_dim(value, columns, self.positions)
 
 
-def locate(
+def locate_part(
     activation: Shaped[Tensor, "..."],
     point: Point,
     where: Where,

@@ -26,7 +26,7 @@ from hooks.shared import Session, names_by_layer
 from interp.effects.qk_correction import RecordedAttention, corrected
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
-from interp.runs.estimates import compared, effects, of_layers
+from interp.runs.estimates import compared, estimated_effects, of_layers
 from interp.runs.gradients import Gradients, warn_of_flat
 from interp.runs.models import Source
 from interp.runs.runs import Runs, require_no_direction
@@ -161,7 +161,7 @@ def _estimate(
     """Return the estimate at one point of the site, with `qk_correction` if attention is given."""
     if attention is not None:
         return corrected(sites, name, attention)
-    return partial(effects, sites, name, run.values[name])
+    return partial(estimated_effects, sites, name, run.values[name])
 
 
 def _by_point(

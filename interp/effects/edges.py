@@ -43,7 +43,7 @@ from interp.results.result import Result
 from interp.runs.gradients import Gradients, warn_of_flat
 from interp.runs.models import Source, source_graph_of
 from interp.runs.runs import Runs, require_no_direction
-from interp.runs.trapezoid import TOLERANCE, Steps, averaged
+from interp.runs.trapezoid import TOLERANCE, PathSteps, averaged
 
 METHODS = ("eap", "eap_ig_inputs", "eap_ig_activations")
 
@@ -60,7 +60,7 @@ def edge_attribution(
     method: str = "eap",
     over: Literal["pos", "span"] | None = None,
     *,
-    steps: Steps = "auto",
+    steps: PathSteps = "auto",
     direction: PatchingDirection = "noising",
     source: Source | None = None,
     split_embeddings: bool = False,
@@ -300,7 +300,7 @@ class Paths:
         scores: EdgeScores,
         base: Float[Tensor, " batch"],
         size: Float[Tensor, ""],
-        steps: Steps,
+        steps: PathSteps,
     ) -> None:
         self._runs = runs
         self._scores = scores

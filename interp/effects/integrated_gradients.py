@@ -26,12 +26,12 @@ from interp import edits
 from interp.inputs.parts import UNFINISHED, finished
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
-from interp.runs.estimates import compared, effects, of_layers
+from interp.runs.estimates import compared, estimated_effects, of_layers
 from interp.runs.gradients import Gradients
 from interp.runs.models import Source
 from interp.runs.runs import Runs, require_no_direction
 from interp.runs.sites import Choice, Sites, Some
-from interp.runs.trapezoid import TOLERANCE, Mean, Steps, averaged, gap_shares, of_paths
+from interp.runs.trapezoid import TOLERANCE, Mean, PathSteps, averaged, gap_shares, of_paths
 
 
 @shows_progress
@@ -42,7 +42,7 @@ def integrated_gradients(
     site: str = "embed",
     over: Sequence[str] | None = None,
     *,
-    steps: Steps = "auto",
+    steps: PathSteps = "auto",
     direction: PatchingDirection = "denoising",
     source: Source | None = None,
     layers: Some = None,
@@ -105,7 +105,7 @@ def integrated_gradients(
     start = Gradients(runs.runner, runs.text, metric=runs.metric, names=sites.points)
     means = _means(sites, start, steps)
     by_point = {
-        name: effects(sites, name, start.values[name], mean.values[0])
+        name: estimated_effects(sites, name, start.values[name], mean.values[0])
         for name, mean in means.items()
     }
     zeros = torch.zeros_like(start.base)[None]
@@ -149,7 +149,7 @@ def with_gaps(result: Result) -> Result:
     return replace(result, about=about | {"steps": steps, "gaps": [*map(_rounded, gaps)]})
 
 
-def _means(sites: Sites, start: Gradients, steps: Steps) -> dict[str, Mean]:
+def _means(sites: Sites, start: Gradients, steps: PathSteps) -> dict[str, Mean]:
     """Return the mean gradient on the path of each point that the metric depends on.
 
     Args:
@@ -172,7 +172,9 @@ def _means(sites: Sites, start: Gradients, steps: Steps) -> dict[str, Mean]:
     return means
 
 
-def _mean_gradient(sites: Sites, name: str, start: Gradients, first: Tensor, steps: Steps) -> Mean:
+def _mean_gradient(
+    sites: Sites, name: str, start: Gradients, first: Tensor, steps: PathSteps
+) -> Mean:
     """Return the mean gradient while the values of one point move from base to target.
 
     Args:

@@ -8,7 +8,7 @@ from torch import nn
 
 from hooks.base import Texts, require_choice, shows_progress, without_gradients
 from interp.graph.graph import Graph
-from interp.graph.nodes import listed
+from interp.graph.nodes import as_names
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.runs.models import Source
@@ -79,7 +79,7 @@ def edge_patching(
     """
     graph = Graph(model, split_embeddings)
     runs = PathEdits(graph, pairs, direction=direction, max_bytes=max_bytes, source=source)
-    names = graph.edges if edges is None else listed(edges, "edges")
+    names = graph.edges if edges is None else as_names(edges, "edges")
     if not names:
         raise ValueError("edges must be at least one; got none")
     places = [graph.index(name) for name in names]
@@ -145,14 +145,14 @@ def path_patching(
     require_choice("mlps", mlps, ("recomputed", "frozen"))
     graph = Graph(model, split_embeddings)
     runs = PathEdits(graph, pairs, direction=direction, max_bytes=max_bytes, source=source)
-    receivers = listed(receivers, "receivers")
+    receivers = as_names(receivers, "receivers")
     readers = {graph.place("reader", name) for name in receivers}
     if not receivers or ("logits" in receivers and len(receivers) > 1):
         raise ValueError(f"receivers must be heads and MLPs, or 'logits' alone; got {[*receivers]}")
     is_before = graph.allowed[:, [*readers]].any(1)
     if senders is None:
         senders = itertools.compress(graph.writers, is_before.tolist())
-    senders = listed(senders, "senders")
+    senders = as_names(senders, "senders")
     writers = [graph.place("writer", name) for name in senders]
     too_late = [graph.writers[writer] for writer in writers if not is_before[writer]]
     if too_late or not writers:

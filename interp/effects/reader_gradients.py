@@ -60,7 +60,7 @@ def readings(graph: Graph) -> Iterator[StreamReaders]:
     )
 
 
-class Scale(NamedTuple):
+class NormScale(NamedTuple):
     """The scale by which a norm divides a stream.
 
     Attributes:
@@ -102,7 +102,9 @@ class Pullbacks:
             self._weights.append(weight)
 
     @without_gradients
-    def scales(self, streams: Mapping[int, Float[Tensor, "batch pos d_model"]]) -> dict[int, Scale]:
+    def scales(
+        self, streams: Mapping[int, Float[Tensor, "batch pos d_model"]]
+    ) -> dict[int, NormScale]:
         """Return the scale of each norm that is not an identity, by the index of its reading.
 
         The scales of norms that divide in the same way are computed together.
@@ -117,12 +119,12 @@ class Pullbacks:
             if not is_identity(norm):
                 kind = (kind_of_scale(norm), stream.device, stream.dtype)
                 together.setdefault(kind, []).append(n)
-        scales: dict[int, Scale] = {}
+        scales: dict[int, NormScale] = {}
         for numbers in together.values():
             stack = torch.cat([at_least_float32(streams[n]) for n in numbers])
             whole = all_to_device(_scale(self._readings[numbers[0]].norm, stack), self._device)
             parts = zip(*(part.chunk(len(numbers)) for part in whole), strict=True)
-            scales |= {n: Scale(*part) for n, part in zip(numbers, parts, strict=True)}
+            scales |= {n: NormScale(*part) for n, part in zip(numbers, parts, strict=True)}
         return scales
 
     def put(
@@ -130,7 +132,7 @@ class Pullbacks:
         n: int,
         stream: Float[Tensor, "batch pos d_model"],
         gradient: Float[Tensor, "batch pos d"],
-        scale: Scale | None,
+        scale: NormScale | None,
         out: Float[Tensor, "reader batch pos d_model"],
     ) -> None:
         """Write the gradients of the readers of one stream into `out`.
@@ -159,7 +161,7 @@ class Pullbacks:
             out.addcmul_(products[..., None], scale.slope, value=-1)
 
 
-def _scale(norm: Any, x: Tensor) -> Scale:
+def _scale(norm: Any, x: Tensor) -> NormScale:
     """Return the scale by which a norm divides vectors, and the gradient of the scale."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
@@ -167,4 +169,4 @@ def _scale(norm: Any, x: Tensor) -> Scale:
         replay(norm, (x,), {}, [(norm.scale, scales.append)])
         (slope,) = torch.autograd.grad(scales[0].sum(), x)
     scale = scales[0].detach()
-    return Scale(scale, slope.div_(scale))
+    return NormScale(scale, slope.div_(scale))

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-Features = Float[Tensor, "*rows feature"]
+FeatureValues = Float[Tensor, "*rows feature"]
 
 
 class JumpReLU(nn.Module):
@@ -38,7 +38,7 @@ class JumpReLU(nn.Module):
         """
         return JumpReLU(self.threshold * by, self.relu)
 
-    def forward(self, pre: Features) -> Features:
+    def forward(self, pre: FeatureValues) -> FeatureValues:
         """Return the features."""
         return (pre.relu() if self.relu else pre) * (pre > self.threshold)
 
@@ -65,14 +65,14 @@ class TopK(nn.Module):
         """The settings, for the printed module."""
         return f"k={self.k}, by={self.by!r}, relu={self.relu}"
 
-    def top(self, pre: Features) -> tuple[Float[Tensor, "*rows k"], Tensor]:
+    def top(self, pre: FeatureValues) -> tuple[Float[Tensor, "*rows k"], Tensor]:
         """Return the `k` largest features of each row and their indices, both [... k]."""
         order = pre.abs() if self.by == "size" else pre
         numbers = order.topk(self.k, dim=-1, sorted=False).indices
         largest = pre.gather(-1, numbers)
         return largest.relu() if self.relu else largest, numbers
 
-    def forward(self, pre: Features) -> Features:
+    def forward(self, pre: FeatureValues) -> FeatureValues:
         """Return the features."""
         values, numbers = self.top(pre)
         return torch.zeros_like(pre).scatter(-1, numbers, values)
@@ -98,7 +98,7 @@ class GroupMax(nn.Module):
         """The settings, for the printed module."""
         return f"k={self.k}"
 
-    def forward(self, pre: Features) -> Features:
+    def forward(self, pre: FeatureValues) -> FeatureValues:
         """Return the features."""
         groups = pre.relu().unflatten(-1, (self.k, -1))
         values, numbers = groups.max(-1, keepdim=True)
@@ -142,6 +142,6 @@ class Gated(nn.Module):
         """
         return Gated(self.b_gate * by, self.r_mag, self.b_mag * by)
 
-    def forward(self, pre: Features) -> Features:
+    def forward(self, pre: FeatureValues) -> FeatureValues:
         """Return the features."""
         return (pre * self.r_mag.exp() + self.b_mag).relu() * (pre + self.b_gate > 0)

@@ -21,12 +21,14 @@ from torch import Tensor, nn
 from hooks import ActivationCache
 from hooks.base import require_kind, shown, to_device, unknown_name
 from interp import plots
-from interp.features.activations import Features
+from interp.features.activations import FeatureValues
 from interp.features.dictionary import Dictionary
 from interp.json_form import Table, form
 from interp.plots import objects
 
-Values = Sequence[Float[Tensor, "*rows d_model"]] | Mapping[str, Float[Tensor, "*rows d_model"]]
+MemberValues = (
+    Sequence[Float[Tensor, "*rows d_model"]] | Mapping[str, Float[Tensor, "*rows d_model"]]
+)
 """A value of each member, in the order of `Crosscoder.names` or by name."""
 
 _SMALL = 1e-8
@@ -149,7 +151,7 @@ class Crosscoder(plots.Shown, nn.Module):
             raise unknown_name(str(member), self.names, "member of the crosscoder")
         return self.names.index(str(member))
 
-    def listed(self, values: Values) -> list[Float[Tensor, "*rows d_model"]]:
+    def listed(self, values: MemberValues) -> list[Float[Tensor, "*rows d_model"]]:
         """Return a value of each member in the order of `names`.
 
         Raises:
@@ -205,14 +207,14 @@ class Crosscoder(plots.Shown, nn.Module):
         before = index * n_read
         return nn.functional.pad(read, (before, self.n_features - before - n_read))
 
-    def pre_activations(self, values: Values) -> Features:
+    def pre_activations(self, values: MemberValues) -> FeatureValues:
         """Return the pre-activations, the input of the nonlinearity."""
         pre = self.b_enc
         for member, value in enumerate(self.listed(values)):
             pre = pre + self.share(member, value)
         return pre
 
-    def encode(self, values: Values) -> Features:
+    def encode(self, values: MemberValues) -> FeatureValues:
         """Return the features, in the dtype of the crosscoder.
 
         Args:
@@ -224,7 +226,7 @@ class Crosscoder(plots.Shown, nn.Module):
         features: Tensor = self.activation(self.pre_activations(values))
         return features
 
-    def decode(self, features: Features) -> list[Float[Tensor, "*rows d_model"]]:
+    def decode(self, features: FeatureValues) -> list[Float[Tensor, "*rows d_model"]]:
         """Return the reconstruction of the value of each member, in the order of `names`."""
         if not isinstance(features, Tensor) or features.shape[-1:] != (self.n_features,):
             raise ValueError(
@@ -237,7 +239,7 @@ class Crosscoder(plots.Shown, nn.Module):
             outputs.append(features @ W_dec + b_dec)
         return outputs
 
-    def forward(self, values: Values) -> list[Float[Tensor, "*rows d_model"]]:
+    def forward(self, values: MemberValues) -> list[Float[Tensor, "*rows d_model"]]:
         """Return the reconstruction of the value of each member."""
         return self.decode(self.encode(values))
 
@@ -441,7 +443,7 @@ class MemberDictionary(Dictionary):
         self.member = member
         self.others = offset
 
-    def pre_activations(self, x: Float[Tensor, "*rows d_in"]) -> Features:
+    def pre_activations(self, x: Float[Tensor, "*rows d_in"]) -> FeatureValues:
         """Return the pre-activations of each row.
 
         Raises:

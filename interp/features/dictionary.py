@@ -21,7 +21,7 @@ from torch.nn.functional import embedding_bag
 
 from hooks.base import Words, require_integer, require_kind, shown
 from interp import plots
-from interp.features.activations import Features, Gated, JumpReLU, TopK
+from interp.features.activations import FeatureValues, Gated, JumpReLU, TopK
 from interp.json_form import Table, form
 from interp.plots import objects
 
@@ -29,7 +29,7 @@ NormKind = Literal["none", "constant_norm_rescale", "layer_norm"]
 
 
 @dataclass(frozen=True)
-class Origin:
+class DictionaryOrigin:
     """The place where a dictionary was trained.
 
     Attributes:
@@ -62,8 +62,8 @@ class Dictionary(plots.Shown, nn.Module):
         norm: the normalization of the input, which is undone at the output of an autoencoder.
             `constant_norm_rescale` scales the input to the length √d_in, except that zeros stay
             zeros. `layer_norm` sets the mean to 0 and the standard deviation to 1. Default: `none`.
-        origin: the fields of `Origin`, such as `reads="blocks.3.resid_post"`. Each field becomes an
-            attribute of the dictionary.
+        origin: the fields of `DictionaryOrigin`, such as `reads="blocks.3.resid_post"`. Each field
+            becomes an attribute of the dictionary.
 
     Raises:
         ValueError: if a weight has the wrong size, or `k` is larger than the number of features.
@@ -105,7 +105,7 @@ class Dictionary(plots.Shown, nn.Module):
         **origin: Any,
     ) -> None:
         super().__init__()
-        Words(Origin).require(origin, ("W_skip", "subtracts_b_dec", "norm"), "Dictionary")
+        Words(DictionaryOrigin).require(origin, ("W_skip", "subtracts_b_dec", "norm"), "Dictionary")
         require_kind(
             "activation",
             activation,
@@ -135,7 +135,7 @@ class Dictionary(plots.Shown, nn.Module):
         self.activation = activation
         self.norm = norm
         self.subtracts_b_dec = subtracts_b_dec
-        trained = Origin(**origin)
+        trained = DictionaryOrigin(**origin)
         self.reads = trained.reads
         self.writes = trained.writes
         self.head = trained.head
@@ -178,7 +178,7 @@ class Dictionary(plots.Shown, nn.Module):
         """
         return self.b_enc - self.b_dec @ self.W_enc if self.subtracts_b_dec else self.b_enc
 
-    def pre_activations(self, x: Float[Tensor, "*rows d_in"]) -> Features:
+    def pre_activations(self, x: Float[Tensor, "*rows d_in"]) -> FeatureValues:
         """Return the pre-activations of each row, the input of the nonlinearity.
 
         Raises:
@@ -195,13 +195,13 @@ class Dictionary(plots.Shown, nn.Module):
             x = x - self.b_dec
         return x @ self.W_enc + self.b_enc
 
-    def encode(self, x: Float[Tensor, "*rows d_in"]) -> Features:
+    def encode(self, x: Float[Tensor, "*rows d_in"]) -> FeatureValues:
         """Return the features of each row, in the dtype of the dictionary."""
         features: Tensor = self.activation(self.pre_activations(x))
         return features
 
     def write(
-        self, features: Features, x: Float[Tensor, "*rows d_in"]
+        self, features: FeatureValues, x: Float[Tensor, "*rows d_in"]
     ) -> Float[Tensor, "*rows d_out"]:
         """Return the contribution of features to the output, which is the linear part of `decode`.
 
@@ -212,7 +212,7 @@ class Dictionary(plots.Shown, nn.Module):
         return self._in_units_of(x, features @ self.W_dec)
 
     def decode(
-        self, features: Features, x: Float[Tensor, "*rows d_in"] | None = None
+        self, features: FeatureValues, x: Float[Tensor, "*rows d_in"] | None = None
     ) -> Float[Tensor, "*rows d_out"]:
         """Return the output for some features.
 
@@ -324,7 +324,7 @@ class Dictionary(plots.Shown, nn.Module):
     def _with(self, **changes: Any) -> "Dictionary":
         """Return this dictionary with some weights or settings replaced."""
         weights = ("W_enc", "W_dec", "b_enc", "b_dec", "activation", "W_skip")
-        settings = ("subtracts_b_dec", "norm", *(field.name for field in fields(Origin)))
+        settings = ("subtracts_b_dec", "norm", *(field.name for field in fields(DictionaryOrigin)))
         same = {name: getattr(self, name) for name in (*weights, *settings)}
         return Dictionary(**same | changes)
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from interp.features.activations import Features
+from interp.features.activations import FeatureValues
 from interp.features.dictionary import Dictionary
 
 
@@ -24,7 +24,7 @@ class MatchingPursuit(Dictionary):
         most: the maximum number of steps. Default: d_in.
         stops_when_same: whether the encoding of a row also ends when a step selects a feature
             again. Default: True.
-        settings: `norm` and the keywords of `Origin`; see `Dictionary`.
+        settings: `norm` and the keywords of `DictionaryOrigin`; see `Dictionary`.
 
     >>> decoder = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
     >>> dictionary = MatchingPursuit(decoder, torch.zeros(2), threshold=0.1)
@@ -63,7 +63,7 @@ class MatchingPursuit(Dictionary):
             "with_unit_decoder needs features of one step; got a dictionary of matching pursuit"
         )
 
-    def encode(self, x: Float[Tensor, "*rows d_in"]) -> Features:
+    def encode(self, x: Float[Tensor, "*rows d_in"]) -> FeatureValues:
         """Return the features of each row."""
         rest = (self._normed(x.to(self.W_dec.dtype)) - self.b_dec).reshape(-1, self.d_in)
         features = rest.new_zeros(len(rest), self.n_features)

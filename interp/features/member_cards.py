@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hooks.base import Index, Texts, require_integer, shows_progress, without_gradients
 from interp.features.cards import FeatureCards, Row, cards_of, require_features, rows_of
 from interp.features.crosscoder import Crosscoder
-from interp.features.members import Models, models_of, runs
+from interp.features.members import Models, models_of, values_of_members
 from interp.inputs.copies import unseen
 from interp.kinds import require_made
 
@@ -73,7 +73,7 @@ def crosscoder_cards(
     require_features(features, crosscoder.n_features)
     rows: list[Row] = []
     digests: set[str] = set()
-    for text, values in runs(models, crosscoder, texts, point=point, batch=batch):
+    for text, values in values_of_members(models, crosscoder, texts, point=point, batch=batch):
         chosen = crosscoder.encode(values)[..., [*features]].float()
         rows += rows_of(text, chosen, counts=text.at(pos), is_new=unseen(text, digests))
     model = models_of(models, crosscoder)[index]

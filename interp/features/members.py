@@ -75,7 +75,7 @@ def point_of(
     return point_at(place, runner)
 
 
-def runs(
+def values_of_members(
     models: Models, crosscoder: Crosscoder, texts: Texts, *, point: str | None = None, batch: int
 ) -> Iterator[tuple[Text, list[Float[Tensor, "batch pos d_model"]]]]:
     """Yield each batch of texts with the value of each member.
@@ -155,7 +155,7 @@ def member_values(
     >>> [[value.shape for value in values_of_batch] for values_of_batch in values]
     [[torch.Size([17, 128]), torch.Size([17, 128])]]
     """
-    for text, values in runs(models, crosscoder, texts, point=point, batch=batch):
+    for text, values in values_of_members(models, crosscoder, texts, point=point, batch=batch):
         counts = text.at(pos)
         yield [value[to_device(counts, value.device)] for value in values]
 

@@ -40,7 +40,7 @@ of the error is below the second, and nu of the reconstruction is below the thir
 
 _MOST = 2**24
 
-Batches = Iterable[Sequence[Tensor] | Mapping[str, Tensor]]
+BatchesOfMembers = Iterable[Sequence[Tensor] | Mapping[str, Tensor]]
 """Batches with a value of each member, in order or by name. Batches can have different sizes."""
 
 
@@ -165,7 +165,7 @@ class LatentScaling(plots.Shown):
 @without_gradients
 def latent_scaling(
     crosscoder: Crosscoder,
-    values: Batches,
+    values: BatchesOfMembers,
     member: str | int,
     other: str | int | None = None,
     *,
@@ -241,7 +241,7 @@ def latent_scaling(
     )
 
 
-def _pieces(crosscoder: Crosscoder, values: Batches) -> Iterator[list[Tensor]]:
+def _pieces(crosscoder: Crosscoder, values: BatchesOfMembers) -> Iterator[list[Tensor]]:
     """Yield the values of all members in pieces of few rows, so that the features of a piece have
     at most `_MOST` numbers.
 

@@ -29,12 +29,12 @@ from hooks.base import (
     shown,
     to_device,
 )
-from interp.features.activations import Features
+from interp.features.activations import FeatureValues
 from interp.features.dictionary import Dictionary
 
-Values = Float[Tensor, "*rows d_in"]
-Texts = Float[Tensor, "batch pos d_in"]
-Mask = Bool[Tensor, "batch pos"] | None
+RowsOfValues = Float[Tensor, "*rows d_in"]
+ValuesOfTexts = Float[Tensor, "batch pos d_in"]
+RealTokens = Bool[Tensor, "batch pos"] | None
 
 
 class ContextAttention(nn.Module):
@@ -121,7 +121,8 @@ class TemporalDictionary(Dictionary):
         attention: the layers that predict.
         eps: the number that is added to the length of a predicted vector before the division by
             this length. Default: 1e-6.
-        settings: `subtracts_b_dec`, `norm` and the keywords of `Origin`; see `Dictionary`.
+        settings: `subtracts_b_dec`, `norm` and the keywords of `DictionaryOrigin`; see
+            `Dictionary`.
 
     >>> eye, zero = torch.eye(2), torch.zeros(2)
     >>> weights = dict(W_Q=eye, W_K=eye, W_V=eye, W_O=eye, b_Q=zero, b_K=zero, b_V=zero, b_O=zero)
@@ -161,7 +162,7 @@ class TemporalDictionary(Dictionary):
         self.attention = nn.ModuleList(attention)
         self.eps = eps
 
-    def pre_activations(self, x: Values) -> Features:
+    def pre_activations(self, x: RowsOfValues) -> FeatureValues:
         """Return the pre-activations of the features, the encoded rests.
 
         Raises:
@@ -170,7 +171,7 @@ class TemporalDictionary(Dictionary):
         """
         return self._split(x)[0] @ self.W_enc
 
-    def encode(self, x: Values, mask: Mask = None) -> Features:
+    def encode(self, x: RowsOfValues, mask: RealTokens = None) -> FeatureValues:
         """Return the features of each position, in the dtype of the dictionary.
 
         Args:
@@ -184,7 +185,9 @@ class TemporalDictionary(Dictionary):
         with _texts_with(mask):
             return super().encode(x)
 
-    def decode(self, features: Features, x: Values | None = None, mask: Mask = None) -> Texts:
+    def decode(
+        self, features: FeatureValues, x: RowsOfValues | None = None, mask: RealTokens = None
+    ) -> ValuesOfTexts:
         """Return the output for some features: the decoded features plus the prediction.
 
         Args:
@@ -203,11 +206,11 @@ class TemporalDictionary(Dictionary):
         with _texts_with(mask):
             return super().decode(features, x)
 
-    def forward(self, x: Values, mask: Mask = None) -> Texts:
+    def forward(self, x: RowsOfValues, mask: RealTokens = None) -> ValuesOfTexts:
         """Return the reconstruction of `x`; see `encode` for the arguments."""
         return self.decode(self.encode(x, mask), x, mask)
 
-    def bypass(self, x: Texts) -> Texts:
+    def bypass(self, x: ValuesOfTexts) -> ValuesOfTexts:
         """Return the prediction, the part of the output that does not depend on the features."""
         return self._in_units_of(x, self._split(x)[1])
 
@@ -230,7 +233,7 @@ class TemporalDictionary(Dictionary):
         """Raise an error, because the weights belong to the attention too."""
         raise ValueError(f"{', '.join(changes)} of a temporal dictionary cannot be changed")
 
-    def _split(self, x: Values) -> tuple[Texts, Texts]:
+    def _split(self, x: RowsOfValues) -> tuple[ValuesOfTexts, ValuesOfTexts]:
         """Return the rest of the input and the prediction, both normalized as `norm` says."""
         real = self._mask_of(x)
         rest = self._normed(x.to(self.W_enc.dtype))
@@ -245,7 +248,7 @@ class TemporalDictionary(Dictionary):
         back = order.argsort(dim=1)
         return _moved(rest, back), _moved(prediction, back)
 
-    def _predicted(self, rest: Texts) -> tuple[Texts, Texts]:
+    def _predicted(self, rest: ValuesOfTexts) -> tuple[ValuesOfTexts, ValuesOfTexts]:
         """Return the rest and the sum of the predictions of all layers."""
         prediction = torch.zeros_like(rest)
         for layer in self.attention:
@@ -256,7 +259,7 @@ class TemporalDictionary(Dictionary):
             rest = rest - part
         return rest, prediction
 
-    def _mask_of(self, x: object) -> Mask:
+    def _mask_of(self, x: object) -> RealTokens:
         """Return the mask of the texts that a run reads, or None if all tokens are real.
 
         Raises:
@@ -281,11 +284,11 @@ class TemporalDictionary(Dictionary):
         return to_device(piece.real.bool(), x.device)
 
 
-def _texts_with(mask: Mask) -> AbstractContextManager[None]:
+def _texts_with(mask: RealTokens) -> AbstractContextManager[None]:
     """Return a context manager inside which texts have a mask, or the mask of the run."""
     return nullcontext() if mask is None else position_offset(None, mask)
 
 
-def _moved(values: Texts, order: Int[Tensor, "batch pos"]) -> Texts:
+def _moved(values: ValuesOfTexts, order: Int[Tensor, "batch pos"]) -> ValuesOfTexts:
     """Return the positions of each text in another order."""
     return values.gather(1, order[..., None].expand_as(values))

@@ -30,7 +30,7 @@ from interp.graph.nodes import (
     Added,
     At,
     Writers,
-    add,
+    add_nodes,
     biases_of_heads,
     nodes_of_block,
     require_branches,
@@ -118,9 +118,9 @@ class Graph(HintsAtNames):
         writers: dict[NodeName, int] = {}
         readers: dict[NodeName, int] = {}
         inputs = [self.names[point] for point in self._inputs] if split_embeddings else ["input"]
-        add(writers, 0, map(NodeName, inputs))
+        add_nodes(writers, 0, map(NodeName, inputs))
         if linear_part(self._norm, self.model.config.d_model).bias.any():
-            add(writers, 0, [NodeName("input.bias")])
+            add_nodes(writers, 0, [NodeName("input.bias")])
         self.n_inputs = len(writers)
         have_biases = biases_of_heads(blocks)
         time = 0
@@ -137,7 +137,7 @@ class Graph(HintsAtNames):
             layers.append(layer)
         self.layers = tuple(layers)
         self.sublayers = tuple(part for layer in layers for part in layer.sublayers)
-        add(readers, time, [NodeName("logits")])
+        add_nodes(readers, time, [NodeName("logits")])
         self.writers = tuple(writers)
         self.readers = tuple(readers)
         self._places: dict[str, dict[str, int]] = {

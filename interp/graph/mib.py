@@ -143,10 +143,10 @@ def _mib_edges(circuit: Circuit) -> "Edges":
 
 Edges = dict[str, tuple[float, bool]]
 """The score of each edge, and whether it is in the circuit."""
-Scores = Tensor | None
+OptionalScores = Tensor | None
 
 
-def _of_json(table: Any) -> tuple[Edges, Scores, Scores]:
+def _of_json(table: Any) -> tuple[Edges, OptionalScores, OptionalScores]:
     """Return the edges and the scores of nodes and neurons from the contents of a JSON file."""
     edges = {
         name: (float(edge["score"]), bool(edge["in_graph"]))
@@ -167,7 +167,11 @@ def _of_json(table: Any) -> tuple[Edges, Scores, Scores]:
 
 
 def _json(
-    graph: Graph, nodes: dict[str, bool], edges: Edges, score: Scores, neurons: Scores
+    graph: Graph,
+    nodes: dict[str, bool],
+    edges: Edges,
+    score: OptionalScores,
+    neurons: OptionalScores,
 ) -> dict[str, Any]:
     """Return the contents of a JSON file.
 
@@ -198,7 +202,7 @@ def _json(
 
 def _of_pt(
     table: Mapping[str, Any], graph: Graph, names: Iterable[str]
-) -> tuple[Edges, Scores, Scores]:
+) -> tuple[Edges, OptionalScores, OptionalScores]:
     """Return the edges and the scores of nodes and neurons from the contents of a PyTorch file.
 
     If the file has other nodes than the graph, no edge is returned.
@@ -222,7 +226,11 @@ def _of_pt(
 
 
 def _pt(
-    graph: Graph, nodes: dict[str, bool], edges: Edges, score: Scores, neurons: Scores
+    graph: Graph,
+    nodes: dict[str, bool],
+    edges: Edges,
+    score: OptionalScores,
+    neurons: OptionalScores,
 ) -> dict[str, Any]:
     """Return the contents of a PyTorch file; see `_json` for the arguments."""
     writers = [*nodes]

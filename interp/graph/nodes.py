@@ -139,7 +139,7 @@ def added_by(branch: Any, weight: Tensor, bias: Tensor) -> Added:
     return Added(linear.after(weight), bias, like(linear.bias, bias))
 
 
-Kind = Literal["attn", "mixer", "mlp"]
+SublayerKind = Literal["attn", "mixer", "mlp"]
 """The kind of a sublayer. A mixer moves information between positions without attention."""
 
 
@@ -167,7 +167,7 @@ class Sublayer:
     """
 
     n: int
-    kind: Kind
+    kind: SublayerKind
     branch: Any
     heads: slice
     bias: int | None
@@ -398,9 +398,9 @@ def _has_heads(branch: Any) -> bool:
     return hasattr(branch.sublayer, "W_O")
 
 
-def kind_of(branch: Any, number: int) -> Kind:
+def kind_of(branch: Any, number: int) -> SublayerKind:
     """Return the kind of a branch. Without a `kind`, the first is attention and others are MLPs."""
-    kind: Kind | None = getattr(branch, "kind", None)
+    kind: SublayerKind | None = getattr(branch, "kind", None)
     return kind or ("mlp" if number else "attn")
 
 
@@ -475,7 +475,7 @@ def nodes_of_block(
 
 def _nodes_of_branch(
     n: int,
-    kind: Kind,
+    kind: SublayerKind,
     branch: Any,
     has_bias: bool,
     writers: dict[NodeName, int],
@@ -488,17 +488,17 @@ def _nodes_of_branch(
     if hasattr(sublayer, "project"):
         sizes = (("q", sublayer.W_Q), ("k", sublayer.W_K), ("v", sublayer.W_V))
         names = [[node_name(n, part, head) for head in range(len(w))] for part, w in sizes]
-        reads = tuple(add(readers, time, names_of_part) for names_of_part in names)
+        reads = tuple(add_nodes(readers, time, names_of_part) for names_of_part in names)
     else:
-        reads = (add(readers, time, [node_name(n, kind)]),)
+        reads = (add_nodes(readers, time, [node_name(n, kind)]),)
     bias = None
     if _has_heads(branch):
         heads = [node_name(n, "head", head) for head in range(len(sublayer.W_O))]
-        written = add(writers, time + 1, heads)
+        written = add_nodes(writers, time + 1, heads)
         if has_bias:
-            bias = add(writers, time + 1, [node_name(n, "attn_bias")]).start
+            bias = add_nodes(writers, time + 1, [node_name(n, "attn_bias")]).start
     else:
-        written = add(writers, time + 1, [node_name(n, kind)])
+        written = add_nodes(writers, time + 1, [node_name(n, kind)])
     return Sublayer(n, kind, branch=branch, heads=written, bias=bias, readers=reads)
 
 
@@ -519,7 +519,7 @@ def require_branches(blocks: nn.ModuleList) -> None:
             )
 
 
-def listed(names: str | Iterable[str], what: str) -> tuple[str, ...]:
+def as_names(names: str | Iterable[str], what: str) -> tuple[str, ...]:
     """Return names of nodes or edges as a tuple. A single name becomes a tuple of one name.
 
     Args:
@@ -538,7 +538,7 @@ def listed(names: str | Iterable[str], what: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def add(nodes: dict[NodeName, int], time: int, names: Iterable[NodeName]) -> slice:
+def add_nodes(nodes: dict[NodeName, int], time: int, names: Iterable[NodeName]) -> slice:
     """Add nodes that write or read at the same time, and return their indices.
 
     Args:

@@ -18,7 +18,7 @@ _CENTRES = {nn.LayerNorm: True, nn.RMSNorm: False}
 
 # The attributes of every module, and the types of settings that can be compared.
 _MODULE = frozenset(vars(nn.Module()))
-_PLAIN = (type(None), bool, int, float, str, torch.dtype)
+_SETTINGS = (type(None), bool, int, float, str, torch.dtype)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _is_plain(value: Any) -> bool:
     """Return True if equal texts of two settings mean equal settings."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN)
+    return isinstance(value, _SETTINGS)
 
 
 def linear_part(norm: nn.Module | None, *shape: int) -> LinearPart:

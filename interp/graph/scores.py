@@ -29,7 +29,7 @@ from hooks.shared import Session, hooks_disabled
 from interp.graph.nodes import Layer
 from interp.numbers.precision import like
 
-Heads = Float[Tensor, "batch pos head d_head"]
+HeadValues = Float[Tensor, "batch pos head d_head"]
 
 
 class HeadReadings(NamedTuple):
@@ -43,14 +43,14 @@ class HeadReadings(NamedTuple):
         rest: the part from the bias of their norm.
     """
 
-    value: Heads
+    value: HeadValues
     weight: Float[Tensor, "head d_model d_head"]
     map: Float[Tensor, "batch pos head d_head d_head"]
-    bias: Heads
-    rest: Heads
+    bias: HeadValues
+    rest: HeadValues
 
     @property
-    def constant(self) -> Heads:
+    def constant(self) -> HeadValues:
         """The part that does not depend on the input of attention."""
         return self.bias + self.rest
 
@@ -116,7 +116,9 @@ class BlockScores:
             bias=self._attn.b_K,
         )
 
-    def _run(self, x_q: Heads, x_k: Float[Tensor, "batch pos kv_head d_head"]) -> dict[str, Tensor]:
+    def _run(
+        self, x_q: HeadValues, x_k: Float[Tensor, "batch pos kv_head d_head"]
+    ) -> dict[str, Tensor]:
         """Return the values of a run with two autograd graphs.
 
         One graph leads from queries and keys to scores, the other graph from scores to the pattern.
@@ -193,7 +195,9 @@ class BlockScores:
         return at_scores, at_least_float32(at_q), at_least_float32(at_k)
 
 
-def _readings(x: Heads, f: Heads, rest: Heads, weight: Tensor, bias: Tensor) -> HeadReadings:
+def _readings(
+    x: HeadValues, f: HeadValues, rest: HeadValues, weight: Tensor, bias: Tensor
+) -> HeadReadings:
     """Return values f of projections x as linear readings.
 
     Args:

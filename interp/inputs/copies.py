@@ -52,15 +52,17 @@ def digests(*texts: Text) -> list[str]:
     return hashes
 
 
-def numbered(digests: Sequence[str], agree: Callable[[int, int], bool] | None = None) -> list[int]:
+def numbered(
+    digests: Sequence[str], are_copies: Callable[[int, int], bool] | None = None
+) -> list[int]:
     """Number the different texts, and return for each example the number of its text.
 
     The first example has text 0. Copies have the same number.
 
     Args:
         digests: the hash of each example.
-        agree: a function of the indices of two examples with the same hash, which returns whether
-            the examples are copies. Default: they are always copies.
+        are_copies: a function of the indices of two examples with the same hash, which returns
+            whether the examples are copies. Default: they are always copies.
 
     >>> numbered(["a", "b", "a", "c"])
     [0, 1, 0, 2]
@@ -71,7 +73,7 @@ def numbered(digests: Sequence[str], agree: Callable[[int, int], bool] | None = 
     n_texts = 0
     for example, digest in enumerate(digests):
         candidates = first_examples.setdefault(digest, [])
-        copies = (first for first in candidates if agree is None or agree(first, example))
+        copies = (first for first in candidates if are_copies is None or are_copies(first, example))
         original = next(copies, None)
         if original is None:
             candidates.append(example)
@@ -83,19 +85,19 @@ def numbered(digests: Sequence[str], agree: Callable[[int, int], bool] | None = 
 
 
 def groups(
-    digests: Sequence[str], agree: Callable[[int, int], bool] | None = None
+    digests: Sequence[str], are_copies: Callable[[int, int], bool] | None = None
 ) -> tuple[int, ...] | None:
     """Return for each example the number of its text, or None if all texts are different.
 
     A part of many examples records the hashes, so that copies in other parts are found too.
 
     Args:
-        digests, agree: see `numbered`.
+        digests, are_copies: see `numbered`.
     """
     if (part := part_now()) is not None:
         part.digests = digests
-        part.compares_values = agree is not None
-    numbers = numbered(digests, agree)
+        part.compares_values = are_copies is not None
+    numbers = numbered(digests, are_copies)
     return tuple(numbers) if len({*numbers}) < len(numbers) else None
 
 
@@ -119,12 +121,17 @@ def groups_of_cache(
     text = text_of(cache) if text is None else text
     if text is None or cache.is_part or len(text.tokens) != values.shape[-1]:
         return None
-    columns = values.detach().reshape(-1, values.shape[-1])
+    return groups(digests(text), same_values(values.detach()))
 
-    def agree(first: int, second: int) -> bool:
+
+def same_values(values: Float[Tensor, "*axes example"]) -> Callable[[int, int], bool]:
+    """Return a function of two examples that returns whether their values agree up to rounding."""
+    columns = values.reshape(-1, values.shape[-1])
+
+    def are_equal(first: int, second: int) -> bool:
         return bool(is_rounding(columns[:, first], columns[:, second]).all())
 
-    return groups(digests(text), agree)
+    return are_equal
 
 
 def unseen(text: Text, seen: set[str]) -> Bool[Tensor, " batch"]:

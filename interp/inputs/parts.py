@@ -28,7 +28,7 @@ the largest numbers are taken.
 
 
 @dataclass
-class Part:
+class RunningPart:
     """A part of many examples.
 
     Attributes:
@@ -48,15 +48,15 @@ class Part:
     compares_values: bool = False
 
 
-_RUNNING: Scoped[Part | None] = Scoped("part", None)
+_RUNNING: Scoped[RunningPart | None] = Scoped("part", None)
 
 
-def running(part: Part) -> AbstractContextManager[Any]:
+def running(part: RunningPart) -> AbstractContextManager[Any]:
     """Return a context manager inside which this thread runs a part of many examples."""
     return _RUNNING.set(part)
 
 
-def part_now() -> Part | None:
+def part_now() -> RunningPart | None:
     """Return the part that this thread runs, or None outside of a part."""
     return _RUNNING.get()
 
@@ -77,7 +77,7 @@ def finished(result: R, finish: Callable[..., R], **options: Any) -> R:
 
     >>> finished(3, lambda result: 2 * result)
     6
-    >>> with running(Part()):
+    >>> with running(RunningPart()):
     ...     finished(3, lambda result: 2 * result)
     3
     """

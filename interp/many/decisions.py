@@ -17,7 +17,7 @@ from interp.features.scores import DictionaryScores
 from interp.inputs.parts import UNFINISHED
 from interp.many.passes import Passes
 from interp.results.result import Result
-from interp.runs.trapezoid import FIRST, Steps, more_steps
+from interp.runs.trapezoid import FIRST, PathSteps, more_steps
 
 
 def run(
@@ -67,7 +67,7 @@ def _with_enough_steps(
     passes: Passes, analysis: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]
 ) -> Result:
     """Return a result along paths, with enough steps for all examples."""
-    steps: Steps | None = FIRST
+    steps: PathSteps | None = FIRST
     while steps is not None:
         one = passes.run(analysis, args, {**options, "steps": steps}, needs_all=True)
         steps = more_steps(one.unfinished().about[UNFINISHED])

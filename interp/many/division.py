@@ -31,12 +31,12 @@ from interp.pairs.pairs import Pairs
 from interp.pairs.words import metric_of_texts
 from interp.protocol import logits_of
 
-Batch = Pairs | Text | list[Any]
+ReadExamples = Pairs | Text | list[Any]
 """Examples: pairs, texts with the same columns, or a list of texts."""
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class PartOfExamples:
     """The examples and the arguments of one part.
 
     Attributes:
@@ -52,7 +52,7 @@ class Part:
 
     number: int
     first: int
-    examples: Batch
+    examples: ReadExamples
     args: tuple[Any, ...]
     options: Mapping[str, Any]
     words: tuple[str, ...]
@@ -85,7 +85,7 @@ class Whole:
         write: the function that returns the text of each token; None without a tokenizer.
     """
 
-    examples: Batch
+    examples: ReadExamples
     args: tuple[Any, ...]
     options: Mapping[str, Any]
     by_example: Sequence[str]
@@ -101,7 +101,7 @@ class Whole:
         """The texts in which results describe arguments, such as the metric, for all examples."""
         return _words(self.examples, self.args, self.options, self.by_example, self.write)
 
-    def part(self, number: int, at_once: int) -> Part:
+    def part(self, number: int, at_once: int) -> PartOfExamples:
         """Return a part of at most `at_once` examples."""
         first = number * at_once
         rows = torch.arange(first, min(len(self), first + at_once))
@@ -112,7 +112,7 @@ class Whole:
         args = tuple(_metric_rows(value, rows) for value in self.args)
         examples = _examples_rows(self.examples, rows)
         words = _words(examples, args, options, self.by_example, self.write)
-        return Part(
+        return PartOfExamples(
             number,
             first,
             examples,
@@ -123,7 +123,7 @@ class Whole:
         )
 
 
-def read_examples(model: nn.Module, examples: Pairs | Texts, as_list: bool) -> Batch:
+def read_examples(model: nn.Module, examples: Pairs | Texts, as_list: bool) -> ReadExamples:
     """Return the examples, read with the model.
 
     Args:
@@ -139,10 +139,10 @@ def read_examples(model: nn.Module, examples: Pairs | Texts, as_list: bool) -> B
     return [*each_text(examples)] if as_list else text_for(model, examples)
 
 
-def whole(
+def whole_call(
     analysis: Callable[..., Any],
     model: nn.Module,
-    read: Batch,
+    read: ReadExamples,
     args: tuple[Any, ...],
     options: Mapping[str, Any],
     *,
@@ -189,7 +189,7 @@ def whole(
     return all_examples
 
 
-def _examples_rows(examples: Batch, rows: Tensor) -> Batch:
+def _examples_rows(examples: ReadExamples, rows: Tensor) -> ReadExamples:
     """Return some examples, in a form that can be sent to another process."""
     if isinstance(examples, list):
         return [examples[number] for number in rows.tolist()]
@@ -208,7 +208,7 @@ def _rows_of(value: Any, rows: Tensor) -> Any:
     return [value[number] for number in rows.tolist()]
 
 
-def _read_metric(model: nn.Module, value: Any, examples: Batch) -> Any:
+def _read_metric(model: nn.Module, value: Any, examples: ReadExamples) -> Any:
     """Return a metric with tokens in place of texts; other values are returned unchanged."""
     if not isinstance(value, WordedMetric):
         return value
@@ -222,7 +222,7 @@ def _metric_rows(value: Any, rows: Tensor) -> Any:
 
 
 def _words(
-    examples: Batch,
+    examples: ReadExamples,
     args: Sequence[Any],
     options: Mapping[str, Any],
     by_example: Sequence[str],
@@ -238,7 +238,7 @@ def _words(
     return tuple(words)
 
 
-def _columns(model: nn.Module, examples: Batch) -> dict[str | None, list[str]]:
+def _columns(model: nn.Module, examples: ReadExamples) -> dict[str | None, list[str]]:
     """Return the words of all columns, for each direction of the pairs and for texts alone."""
     if isinstance(examples, list):
         return {}
@@ -254,7 +254,10 @@ def _columns(model: nn.Module, examples: Batch) -> dict[str | None, list[str]]:
 
 
 def _own_metric(
-    analysis: Callable[..., Any], examples: Batch, args: tuple[Any, ...], options: Mapping[str, Any]
+    analysis: Callable[..., Any],
+    examples: ReadExamples,
+    args: tuple[Any, ...],
+    options: Mapping[str, Any],
 ) -> Metric | None:
     """Return the metric of the call if it is a function of the user without a method `rows`."""
     metric: Any = examples._metric if isinstance(examples, Pairs) else None

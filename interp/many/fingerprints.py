@@ -26,7 +26,7 @@ from hooks import __version__
 from hooks.base import config_hash, shown, weights_hash
 
 _OURS = ("hooks", "models", "interp")
-_PLAIN = (bool, int, float, str, type(None))
+_HASHED_BY_REPR = (bool, int, float, str, type(None))
 
 
 def fingerprint(what: str, value: Any) -> str:
@@ -116,7 +116,7 @@ def _module(module: nn.Module) -> tuple[Any, ...]:
         values = {
             key: value
             for key, value in vars(part).items()
-            if isinstance(value, _PLAIN) or not key.startswith("_")
+            if isinstance(value, _HASHED_BY_REPR) or not key.startswith("_")
         }
         for key, buffer in part.named_buffers(recurse=False):
             if f"{name}.{key}".lstrip(".") not in persistent:
@@ -132,7 +132,7 @@ def _attribute(value: Any) -> Any:
     Objects such as tokenizers and locks are represented by their class. Functions are represented
     by their code alone, because they may have captured such objects.
     """
-    if isinstance(value, _PLAIN):
+    if isinstance(value, _HASHED_BY_REPR):
         return value
     if isinstance(value, Tensor):
         return tuple(value.shape) if value.is_meta else _tensor(value)

@@ -8,7 +8,7 @@ A file is written completely or not at all, with checksums. A damaged file count
 import os
 from collections.abc import Sequence
 
-from interp.many.division import Part
+from interp.many.division import PartOfExamples
 from interp.many.joining import Outcome
 from interp.store.files import Folder
 
@@ -37,11 +37,11 @@ class PartFolder:
         content = self._folder.whole(_file_of(name), _KIND)
         return None if content is None else Outcome.unpacked(*content)
 
-    def record_shards(self, parts: Sequence[Part], n_shards: int) -> None:
+    def record_shards(self, parts: Sequence[PartOfExamples], n_shards: int) -> None:
         """Record that the parts of a call are divided into shards."""
         self._folder.write_json(_shards_of(parts), {"shards": n_shards, "parts": len(parts)})
 
-    def n_shards(self, parts: Sequence[Part]) -> int | None:
+    def n_shards(self, parts: Sequence[PartOfExamples]) -> int | None:
         """Return the number of shards of the parts of a call; None if there were no shards."""
         name = _shards_of(parts)
         return self._folder.read_json(name)["shards"] if self._folder.names(name) else None
@@ -51,5 +51,5 @@ def _file_of(name: str) -> str:
     return f"part-{name}.safetensors"
 
 
-def _shards_of(parts: Sequence[Part]) -> str:
+def _shards_of(parts: Sequence[PartOfExamples]) -> str:
     return f"shards-{parts[0].name}.json"

@@ -1,6 +1,6 @@
 """Run parts one after the other, on an executor with `submit`, or on a Ray cluster.
 
-1. A `Job` loads the model, runs the analysis on a part, and writes its outcome to the folder or
+1. A `PartRun` loads the model, runs the analysis on a part, and writes its outcome to the folder or
    returns it.
 2. In this process, all parts share one model. Another process keeps its model from part to part,
    until it runs a part of another call.
@@ -25,7 +25,7 @@ from torch import nn
 from hooks import HookError
 from hooks.base import shows_progress
 from interp.inputs import parts as running
-from interp.many.division import Batch, Part
+from interp.many.division import PartOfExamples, ReadExamples
 from interp.many.folder import PartFolder
 from interp.many.joining import Outcome
 from interp.pairs.pairs import Pairs
@@ -41,13 +41,13 @@ class Ended(NamedTuple):
         error: the error; None if the part has finished.
     """
 
-    part: Part
+    part: PartOfExamples
     outcome: Outcome | None = None
     error: BaseException | None = None
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """The source of the model of a call.
 
     Copies of a source in other processes are equal to it, and sources of two calls differ.
@@ -64,12 +64,12 @@ class Source:
 # An executor gives a function no other place to keep a model from one part to the next. Only worker
 # processes fill this place, with one model.
 @lru_cache(maxsize=1)
-def _kept(source: Source) -> nn.Module:
+def _kept(source: ModelSource) -> nn.Module:
     """Return the model of a call."""
     return loaded(source.make_model)
 
 
-class Job:
+class PartRun:
     """A function that runs one part.
 
     Args:
@@ -82,7 +82,7 @@ class Job:
     def __init__(
         self,
         analysis: Callable[..., Any],
-        source: Source,
+        source: ModelSource,
         out: str | os.PathLike[str] | None,
         model: nn.Module | None,
     ) -> None:
@@ -96,11 +96,11 @@ class Job:
         """Return the state for another process, which loads a model of its own."""
         return {**vars(self), "_model": None}
 
-    def __call__(self, part: Part) -> Outcome | None:
+    def __call__(self, part: PartOfExamples) -> Outcome | None:
         """Run a part with the model of this process."""
         return self.run(_kept(self.source) if self._model is None else self._model, part)
 
-    def run(self, model: nn.Module, part: Part) -> Outcome | None:
+    def run(self, model: nn.Module, part: PartOfExamples) -> Outcome | None:
         """Run a part. Return its outcome, or None if it was written to the folder.
 
         A part that another process has finished in the meantime does not run again.
@@ -122,17 +122,17 @@ class Job:
 
 @shows_progress
 def _outcome(
-    analysis: Callable[..., Any], model: nn.Module, part: Part, progress: bool = True
+    analysis: Callable[..., Any], model: nn.Module, part: PartOfExamples, progress: bool = True
 ) -> Outcome:
     """Run the analysis on a part, without a progress bar of its own."""
-    now = running.Part(part.first, is_whole=part.is_whole)
+    now = running.RunningPart(part.first, is_whole=part.is_whole)
     examples = _at_model(model, part.examples)
     with running.running(now):
         result = analysis(model, examples, *part.args, **part.options)
     return Outcome.of(result, now)
 
 
-def _at_model(model: nn.Module, examples: Batch) -> Batch:
+def _at_model(model: nn.Module, examples: ReadExamples) -> ReadExamples:
     """Return examples on the device of the model."""
     device = next((weight.device for weight in model.parameters()), None)
     if device is None or isinstance(examples, list):
@@ -142,7 +142,7 @@ def _at_model(model: nn.Module, examples: Batch) -> Batch:
     return examples.changed(lambda value: value.to(device))
 
 
-def ended(executor: Any, job: Job, parts: Sequence[Part]) -> Iterator[Ended]:
+def ended(executor: Any, job: PartRun, parts: Sequence[PartOfExamples]) -> Iterator[Ended]:
     """Run parts, and yield each part when it has ended.
 
     Args:
@@ -161,7 +161,7 @@ def ended(executor: Any, job: Job, parts: Sequence[Part]) -> Iterator[Ended]:
                 yield _named(part, Path(notes), parts)
 
 
-def _in_order(job: Job, parts: Sequence[Part]) -> Iterator[Ended]:
+def _in_order(job: PartRun, parts: Sequence[PartOfExamples]) -> Iterator[Ended]:
     """Run parts one after the other."""
     for part in parts:
         try:
@@ -172,7 +172,7 @@ def _in_order(job: Job, parts: Sequence[Part]) -> Iterator[Ended]:
             yield Ended(part, outcome)
 
 
-def _on_executor(executor: Any, job: Job, parts: Sequence[Part]) -> Iterator[Ended]:
+def _on_executor(executor: Any, job: PartRun, parts: Sequence[PartOfExamples]) -> Iterator[Ended]:
     """Run parts on an executor. Parts that have not begun at an error are cancelled."""
     ended_futures: queue.SimpleQueue[Any] = queue.SimpleQueue()
     part_of = {}
@@ -194,7 +194,7 @@ def _on_executor(executor: Any, job: Job, parts: Sequence[Part]) -> Iterator[End
             future.cancel()
 
 
-def _named(part: Ended, notes: Path, parts: Sequence[Part]) -> Ended:
+def _named(part: Ended, notes: Path, parts: Sequence[PartOfExamples]) -> Ended:
     """Return a part that has ended. If a worker died, its error names the parts that ran."""
     if not isinstance(part.error, concurrent.futures.BrokenExecutor):
         return part
@@ -209,12 +209,12 @@ def _named(part: Ended, notes: Path, parts: Sequence[Part]) -> Ended:
     return part._replace(error=error)
 
 
-def _on_ray(cluster: Ray, job: Job, parts: Sequence[Part]) -> Iterator[Ended]:
+def _on_ray(cluster: Ray, job: PartRun, parts: Sequence[PartOfExamples]) -> Iterator[Ended]:
     """Run parts on a Ray cluster."""
     for number, outcome, error in cluster.outcomes(_run, job.source.make_model, (job,), parts):
         yield Ended(parts[number], outcome, error)
 
 
-def _run(model: nn.Module, job: Job, part: Part) -> Outcome | None:
+def _run(model: nn.Module, job: PartRun, part: PartOfExamples) -> Outcome | None:
     """Run a part with the model of a Ray worker."""
     return job.run(model, part)

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hooks.base import is_rounding, shown, warn
+from hooks.base import shown, warn
 from interp.effects import edges, integrated_gradients
 from interp.features.score_sums import ScoreSums
 from interp.inputs import parts as running
-from interp.inputs.copies import groups
+from interp.inputs.copies import groups, same_values
 from interp.inputs.parts import UNFINISHED
-from interp.many.division import Part, Whole
+from interp.many.division import PartOfExamples, Whole
 from interp.reading.maxima import Activation, TopActivations, largest_of
 from interp.results.result import Result
 from interp.runs.circuit_runs import as_shares
@@ -59,7 +59,7 @@ class Outcome:
     compares_values: bool = False
 
     @classmethod
-    def of(cls, result: Any, part: running.Part) -> "Outcome":
+    def of(cls, result: Any, part: running.RunningPart) -> "Outcome":
         """Return the outcome of a part that has run.
 
         Raises:
@@ -93,8 +93,11 @@ class Outcome:
         return cls(kind.unpack(tensors, facts.pop("facts")), **facts)
 
 
-def joined(
-    outcomes: Sequence[Outcome], parts: Sequence[Part], whole: Whole, is_finished: bool = True
+def joined_result(
+    outcomes: Sequence[Outcome],
+    parts: Sequence[PartOfExamples],
+    whole: Whole,
+    is_finished: bool = True,
 ) -> Any:
     """Return the result of all parts together.
 
@@ -112,7 +115,9 @@ def joined(
     return _FINISHES[name](result, **outcomes[0].options) if name and is_finished else result
 
 
-def _joined_results(outcomes: Sequence[Outcome], parts: Sequence[Part], whole: Whole) -> Result:
+def _joined_results(
+    outcomes: Sequence[Outcome], parts: Sequence[PartOfExamples], whole: Whole
+) -> Result:
     """Return one `Result` of the examples of all parts."""
     results: list[Result] = [outcome.result for outcome in outcomes]
     first = results[0]
@@ -190,12 +195,7 @@ def _groups(outcomes: Sequence[Outcome], values: Tensor) -> tuple[int, ...] | No
         digests += outcome.digests
     if len(digests) != values.shape[-1]:
         return None
-    columns = values.reshape(-1, values.shape[-1])
-
-    def agree(first: int, second: int) -> bool:
-        return bool(is_rounding(columns[:, first], columns[:, second]).all())
-
-    return groups(digests, agree if outcomes[0].compares_values else None)
+    return groups(digests, same_values(values) if outcomes[0].compares_values else None)
 
 
 def _words(
@@ -212,7 +212,9 @@ def _words(
     return words
 
 
-def _facts(results: Sequence[Result], parts: Sequence[Part], whole: Whole) -> dict[str, Any]:
+def _facts(
+    results: Sequence[Result], parts: Sequence[PartOfExamples], whole: Whole
+) -> dict[str, Any]:
     """Return the facts of all examples, `about`.
 
     Warns:
@@ -273,7 +275,7 @@ def _largest(values: Sequence[Any]) -> Any:
 
 
 def _joined_largest(
-    outcomes: Sequence[Outcome], parts: Sequence[Part], whole: Whole
+    outcomes: Sequence[Outcome], parts: Sequence[PartOfExamples], whole: Whole
 ) -> TopActivations:
     """Return the largest values of all parts, in the order of the parts."""
     places = TopActivations()
@@ -283,13 +285,15 @@ def _joined_largest(
 
 
 def _joined_statistics(
-    outcomes: Sequence[Outcome], parts: Sequence[Part], whole: Whole
+    outcomes: Sequence[Outcome], parts: Sequence[PartOfExamples], whole: Whole
 ) -> StatisticsByPoint:
     """Return the statistics of all rows."""
     return StatisticsByPoint.together(outcome.result for outcome in outcomes)
 
 
-def _joined_sums(outcomes: Sequence[Outcome], parts: Sequence[Part], whole: Whole) -> ScoreSums:
+def _joined_sums(
+    outcomes: Sequence[Outcome], parts: Sequence[PartOfExamples], whole: Whole
+) -> ScoreSums:
     """Return the sums of the texts of all parts."""
     return ScoreSums.together([outcome.result for outcome in outcomes])
 
@@ -327,7 +331,7 @@ class _Kind(NamedTuple):
     """
 
     type: type
-    join: Callable[[Sequence[Outcome], Sequence[Part], Whole], Any]
+    join: Callable[[Sequence[Outcome], Sequence[PartOfExamples], Whole], Any]
     on_cpu: Callable[[Any], Any]
     pack: Callable[[Any], Packed]
     unpack: Callable[[dict[str, Tensor], dict[str, Any]], Any]

@@ -15,7 +15,7 @@ from torch import nn
 from hooks.base import Texts, is_fully_sharded, shown, shows_progress
 from interp.features.evaluation import evaluate_sae
 from interp.many import decisions
-from interp.many.division import read_examples, whole
+from interp.many.division import read_examples, whole_call
 from interp.many.passes import Passes
 from interp.pairs.pairs import Pairs
 from interp.reading.maxima import max_activating
@@ -109,7 +109,7 @@ def over_examples(
     analysis, options = _without_partial(analysis, options)
     model = loaded(make_model)
     _require_all_parts(model, executor, shard)
-    all_examples = whole(
+    all_examples = whole_call(
         analysis,
         model,
         read_examples(model, examples, as_list=analysis in _OF_LISTS),

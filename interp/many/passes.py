@@ -17,11 +17,11 @@ from torch import nn
 
 from hooks import HookError
 from hooks.base import progress_bar, require_integer
-from interp.many.division import Part, Whole
+from interp.many.division import PartOfExamples, Whole
 from interp.many.fingerprints import fingerprint
 from interp.many.folder import PartFolder
-from interp.many.jobs import Ended, Job, Source, ended
-from interp.many.joining import Outcome, joined
+from interp.many.jobs import Ended, ModelSource, PartRun, ended
+from interp.many.joining import Outcome, joined_result
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class Pass:
     """
 
     whole: Whole
-    parts: Sequence[Part]
+    parts: Sequence[PartOfExamples]
     n_own: int
     outcomes: Mapping[int, Outcome]
 
@@ -49,9 +49,9 @@ class Pass:
         parts = sorted(self.parts, key=lambda part: part.number)
         return self._joined(parts, is_finished=False)
 
-    def _joined(self, parts: Sequence[Part], is_finished: bool) -> Any:
+    def _joined(self, parts: Sequence[PartOfExamples], is_finished: bool) -> Any:
         outcomes = [self.outcomes[part.number] for part in parts]
-        return joined(outcomes, parts, self.whole, is_finished=is_finished)
+        return joined_result(outcomes, parts, self.whole, is_finished=is_finished)
 
 
 class Passes:
@@ -86,7 +86,7 @@ class Passes:
         self._out = out
         self._folder = None if out is None else PartFolder(out)
         self._shard = shard
-        self._source = Source(make_model)
+        self._source = ModelSource(make_model)
         # Threads and this process use the model that has read the texts. Other workers load a model
         # of their own, and this process then frees its model.
         is_here = executor is None or isinstance(executor, ThreadPoolExecutor)
@@ -119,7 +119,7 @@ class Passes:
             parts = self._with_names(analysis, parts)
         of_pass, n_own = self._of_pass(parts, needs_all)
         outcomes = self._finished(parts, of_pass)
-        job = Job(analysis, self._source, self._out, self._model)
+        job = PartRun(analysis, self._source, self._out, self._model)
         with progress_bar("parts", total=len(of_pass), unit="part") as count:
             count(len(outcomes))
             rest = [part for part in of_pass if part.number not in outcomes]
@@ -128,7 +128,9 @@ class Passes:
                 count()
         return Pass(whole, of_pass, n_own=n_own, outcomes=outcomes)
 
-    def _with_names(self, analysis: Callable[..., Any], parts: Sequence[Part]) -> list[Part]:
+    def _with_names(
+        self, analysis: Callable[..., Any], parts: Sequence[PartOfExamples]
+    ) -> list[PartOfExamples]:
         """Return parts with the hashes of all their values."""
         shared = fingerprint("analysis", analysis), self._hash
         named = []
@@ -138,7 +140,9 @@ class Passes:
             named.append(replace(part, name=fingerprint("part", (*shared, *hashes))))
         return named
 
-    def _of_pass(self, parts: Sequence[Part], needs_all: bool) -> tuple[Sequence[Part], int]:
+    def _of_pass(
+        self, parts: Sequence[PartOfExamples], needs_all: bool
+    ) -> tuple[Sequence[PartOfExamples], int]:
         """Return the parts that a pass needs, and the number of parts of this shard among them.
 
         The parts of other shards come last, and the last of them first, because each shard begins
@@ -151,7 +155,9 @@ class Passes:
         others = [part for part in reversed(parts) if part.number % n_shards != rank]
         return [*own, *others] if needs_all else own, len(own)
 
-    def _finished(self, parts: Sequence[Part], of_pass: Sequence[Part]) -> dict[int, Outcome]:
+    def _finished(
+        self, parts: Sequence[PartOfExamples], of_pass: Sequence[PartOfExamples]
+    ) -> dict[int, Outcome]:
         """Return the outcomes of finished parts, by the numbers of the parts.
 
         Raises:

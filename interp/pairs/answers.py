@@ -7,7 +7,7 @@ with the answers " Paris, the city" and " Rome, the city" becomes two rows:
    and not read (`rows_of_answers`). So the row of an answer of one token is the prompt.
 2. The score of a row is the log-probability of its answer given the prompt, in nats: the sum over
    the tokens of the answer. The score of a wrong answer is multiplied by -1 (`score_of_rows`).
-3. The score of an example is the sum over its rows (`per_example`): log p(right answer) - log
+3. The score of an example is the sum over its rows (`summed_by_example`): log p(right answer) - log
    p(wrong answer). An effect or an attribution of an example is also the sum over its rows.
 
 The clean and the corrupted prompt are continued by the same answers. So each position of an answer
@@ -83,7 +83,9 @@ class Continuations:
         return replace(self, tokens=tuple(self.tokens[number] for number in numbers))
 
 
-def per_example(values: Float[Tensor, "*axes row"], n_examples: int) -> Float[Tensor, "*axes _n"]:
+def summed_by_example(
+    values: Float[Tensor, "*axes row"], n_examples: int
+) -> Float[Tensor, "*axes _n"]:
     """Return the value of each example: the sum over its rows.
 
     Args:
@@ -91,7 +93,7 @@ def per_example(values: Float[Tensor, "*axes row"], n_examples: int) -> Float[Te
             examples and then, if there are any, the wrong answers of all examples.
         n_examples: the number of examples.
 
-    >>> per_example(torch.tensor([-1.0, -2.0, 5.0, 7.0]), 2)
+    >>> summed_by_example(torch.tensor([-1.0, -2.0, 5.0, 7.0]), 2)
     tensor([4., 5.])
     """
     if values.shape[-1] == n_examples:

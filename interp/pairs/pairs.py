@@ -36,17 +36,17 @@ from interp.json_form import Table, form
 from interp.measuring import (
     Metric,
     Writer,
-    evaluate,
     in_words,
     last_of,
+    metric_of_examples,
     name_of,
 )
 from interp.metrics import accuracy, log_prob, logit_diff
 from interp.pairs.answers import (
     Continuations,
-    per_example,
     rows_of_answers,
     score_of_rows,
+    summed_by_example,
 )
 from interp.pairs.spans import Spans, aligned, aligned_words
 from interp.pairs.words import as_answers, read_answers
@@ -477,7 +477,9 @@ class Pairs(plots.Shown):
             text = rows.text.rows(slice(start, start + n_rows))
             output = model(text.tokens, **text.arguments(model))
             logits.append(last_real(logits_of(output), last, text.of_logits.attention_mask))
-        values = per_example(evaluate(metric, torch.cat(logits), len(rows)), len(pairs))
+        values = summed_by_example(
+            metric_of_examples(metric, torch.cat(logits), len(rows)), len(pairs)
+        )
         if not (values > 0).any():
             raise ValueError(
                 f"the model must solve at least one pair; got 0 of {len(self)} by {metric!r}"

@@ -12,7 +12,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError('figures need Matplotlib: pip install "hookscope[plots]"') from error
 
 
-def save(figure: Figure, path: str | os.PathLike[str]) -> None:
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Write a figure to a file.
 
     Args:
@@ -37,7 +37,7 @@ class Picture(Figure):
             ValueError: if Matplotlib does not support the format.
             FileNotFoundError: if the directory does not exist.
         """
-        save(self, path)
+        save_figure(self, path)
 
     def _repr_png_(self) -> bytes:
         # Without this method a new kernel could not display the figure until `%matplotlib inline`

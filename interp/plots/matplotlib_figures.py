@@ -12,7 +12,7 @@ from interp.plots.figure import Axes, Figure, Picture
 from interp.plots.parts import facts_of, headline
 from interp.plots.view import plotted_axes
 
-Labels = Mapping[str, Sequence[Any]]
+AxisLabels = Mapping[str, Sequence[Any]]
 """For the name of each axis, in order, a label for each index."""
 
 _COLOURS = {"signed": "#2166ac", "absolute": "#1b7837", "random": "grey"}
@@ -87,7 +87,7 @@ def _labels_with_words(result: Any, axis: str) -> list[Any]:
 
 def heat_maps(
     values: Float[Tensor, "facet row column"],
-    labels: Labels,
+    labels: AxisLabels,
     names: Sequence[str],
     unit: str,
     title: str,
@@ -132,7 +132,7 @@ def bars(
     values: Float[Tensor, " place"],
     low: Float[Tensor, " place"],
     high: Float[Tensor, " place"],
-    labels: Labels,
+    labels: AxisLabels,
     unit: str,
     title: str,
 ) -> Figure:

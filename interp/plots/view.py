@@ -144,9 +144,9 @@ class View:
         """
         suffix = storage.suffix_of(path, (".html", *(FIGURES if self._plot else ())))
         if suffix in FIGURES:
-            from interp.plots.figure import save
+            from interp.plots.figure import save_figure
 
-            save(self.figure, path)
+            save_figure(self.figure, path)
             return
         with storage.replacing(storage.path_of(path)) as partial:
             partial.write_text(self.html(), encoding="utf-8")

@@ -46,7 +46,7 @@ from interp.results.result import Result
 _BLOCK = 2**22
 """The number of pairs that are computed together."""
 
-Side = Literal["q", "k", "against"]
+PartOfScore = Literal["q", "k", "against"]
 Sources = Float[Tensor, "source example d_head"]
 
 
@@ -70,7 +70,7 @@ class AskedScore(NamedTuple):
         about: the place of the score, in words.
     """
 
-    weights: Mapping[Side, Float[Tensor, "batch pos"]]
+    weights: Mapping[PartOfScore, Float[Tensor, "batch pos"]]
     total: Float[Tensor, " batch"]
     about: Mapping[str, Any]
 
@@ -236,7 +236,7 @@ def asked_score(
     at_query = at("query", place.query)
     pattern = torch.einsum("bij,bi->bj", scores.pattern[:, number], at_query)
     at_key = at("key", pattern.argmax(-1).tolist() if place.key is None else place.key)
-    weights: dict[Side, Tensor] = {"q": at_query, "k": at_key}
+    weights: dict[PartOfScore, Tensor] = {"q": at_query, "k": at_key}
     if isinstance(against, str):
         if against != "mean":
             raise ValueError(f"against must be a position or 'mean'; got {shown(against)}")

@@ -18,7 +18,7 @@ from interp.json_form import Table
 from interp.protocol import n_logits, of
 from interp.reading.affine import AffineLens
 from interp.reading.lens_vectors import LensDecomposition, pursue
-from interp.reading.published import read, write
+from interp.reading.published import read_published, write_published
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -127,7 +127,7 @@ class JacobianLens(AffineLens):
             FileNotFoundError: if the file does not exist.
             CacheError: if the file has another form, or its entries contradict each other.
         """
-        published = read(path)
+        published = read_published(path)
         weight = published.weight
         return cls(
             weight=weight,
@@ -161,7 +161,7 @@ class JacobianLens(AffineLens):
         >>> JacobianLens.from_published(path)
         JacobianLens [layer 3, d_model 2], mean of 1 text, no matrix for layer 0
         """
-        write(
+        write_published(
             path,
             weight=self.weight,
             layers=self.layers,

@@ -28,7 +28,7 @@ from interp.protocol import n_logits, of
 from interp.reading.components import ResidualComponents
 from interp.results.result import Result
 
-Tokens = int | str | Sequence[str] | Int[Tensor, " batch"] | Int[Tensor, "batch pos"]
+TokensOrWords = int | str | Sequence[str] | Int[Tensor, " batch"] | Int[Tensor, "batch pos"]
 """One token for all positions, one for each example, or one for each position.
 
 A token may be a text, such as `" Mary"`.
@@ -45,8 +45,8 @@ def direct_logit_attribution(
     model: nn.Module,
     cache: ActivationCache,
     *,
-    right: "Tokens | None" = None,
-    wrong: "Tokens | None" = None,
+    right: "TokensOrWords | None" = None,
+    wrong: "TokensOrWords | None" = None,
     vector: "LogitDirection | None" = None,
     pos: "Index | None" = None,
     neurons: bool = False,
@@ -129,8 +129,8 @@ def accumulated_logits(
     model: nn.Module,
     cache: ActivationCache,
     *,
-    right: "Tokens | None" = None,
-    wrong: "Tokens | None" = None,
+    right: "TokensOrWords | None" = None,
+    wrong: "TokensOrWords | None" = None,
     vector: "LogitDirection | None" = None,
     pos: "Index | None" = None,
 ) -> Result:
@@ -194,8 +194,8 @@ class _Reading:
         self,
         model: nn.Module,
         cache: ActivationCache,
-        right: Tokens | None,
-        wrong: Tokens | None,
+        right: TokensOrWords | None,
+        wrong: TokensOrWords | None,
         vector: LogitDirection | None,
         pos: Index | None,
     ) -> None:
@@ -228,7 +228,10 @@ class _Reading:
         self.biases = {"ln_final.bias": constant, "unembed.bias": offset}
 
     def _vectors(
-        self, right: Tokens | None, wrong: Tokens | None, vector: LogitDirection | None
+        self,
+        right: TokensOrWords | None,
+        wrong: TokensOrWords | None,
+        vector: LogitDirection | None,
     ) -> tuple[Float[Tensor, "_batch _pos d_model"], Float[Tensor, "_batch _pos"]]:
         """Return the directions in the stream and the biases of the logit.
 
@@ -249,7 +252,7 @@ class _Reading:
             vectors, offset = vectors - subtracted_vectors, offset - subtracted_offset
         return vectors, offset
 
-    def _unembedding(self, name: str, answers: Tokens) -> tuple[Tensor, Tensor]:
+    def _unembedding(self, name: str, answers: TokensOrWords) -> tuple[Tensor, Tensor]:
         """Return the directions and biases of logits, [batch, pos, d_model] and [batch, pos]."""
         model = of(self.parts.model, "W_U", "config")
         if getattr(model.config, "logit_cap", 0):
@@ -268,7 +271,7 @@ class _Reading:
         zeros = vectors.new_zeros(tokens.shape)
         return vectors, zeros if bias is None else bias[tokens].to(vectors.dtype)
 
-    def _ids(self, answers: Tokens) -> Any:
+    def _ids(self, answers: TokensOrWords) -> Any:
         """Return tokens as numbers. At the last position, read texts like answers of `Pairs`."""
         text = text_of(self._cache) if self._is_at_last else None
         if text is None:

@@ -45,7 +45,7 @@ class Published(NamedTuple):
     about: dict[str, Any]
 
 
-def read(path: str | os.PathLike[str]) -> Published:
+def read_published(path: str | os.PathLike[str]) -> Published:
     """Return the content of a published file. Only plain data is read from it.
 
     Raises:
@@ -85,7 +85,7 @@ def read(path: str | os.PathLike[str]) -> Published:
     return Published(weight, n_texts=int(content["n_prompts"]), about=about)
 
 
-def write(
+def write_published(
     path: str | os.PathLike[str],
     weight: Float[Tensor, "layer d_model d_model"],
     layers: list[int],

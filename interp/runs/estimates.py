@@ -6,8 +6,8 @@ A site is a point of each layer, and its places are, for example, layers and hea
 1. `compared` lists the places where the two runs are compared: here 2 layers and all heads.
 2. `replacements` returns the values that would replace `blocks.0.attn.z`: here only the value of
    the other run.
-3. `effects` multiplies the change by the gradient at this point, and sums over `pos` and `d_head`:
-   [head, example].
+3. `estimated_effects` multiplies the change by the gradient at this point, and sums over `pos` and
+   `d_head`: [head, example].
 4. `of_layers` stacks the layers to [layer, head, example], and makes a `Result`.
 """
 
@@ -45,7 +45,7 @@ def compared(runs: Runs, choice: Choice) -> Sites:
     return sites
 
 
-def effects(
+def estimated_effects(
     sites: Sites, name: str, base: Float[Tensor, "..."], gradient: Float[Tensor, "..."]
 ) -> Float[Tensor, "..."]:
     """Estimate the effect of each place of one point: (target - base) · gradient.

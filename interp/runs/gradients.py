@@ -32,7 +32,7 @@ from hooks.base import (
 )
 from hooks.shared import Session, first_tensor, point_of
 from interp.inputs.token_positions import last_real
-from interp.measuring import Metric, evaluate, last_of
+from interp.measuring import Metric, last_of, metric_of_examples
 from interp.numbers.precision import has_nan
 from interp.protocol import logits_of
 
@@ -85,7 +85,7 @@ class Gradients:
             logits = last_real(logits_of(output), last_of(metric, mask), mask)
             if logits.requires_grad:
                 logits.register_hook(self._router.record_steepest)
-            metrics = evaluate(metric, logits, len(logits))
+            metrics = metric_of_examples(metric, logits, len(logits))
             self._total = metrics.sum()
         if not self._total.requires_grad:
             raise ValueError(

@@ -38,7 +38,7 @@ from hooks.shared import Session
 from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
 from interp.graph.nodes import Layer, Sublayer
-from interp.measuring import evaluate
+from interp.measuring import metric_of_examples
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.runs.rows import Batch
 from interp.runs.runs import Runs
@@ -174,7 +174,7 @@ class MaskedRuns:
         batch = Batch(self._text, metric)
         stream = batch.read(self._run(circuit, lambda stream: stream))
         with torch.set_grad_enabled(stream.requires_grad):
-            return evaluate(metric, self._model.unembed(stream), len(stream))
+            return metric_of_examples(metric, self._model.unembed(stream), len(stream))
 
     def _checked(self, source: CircuitSource) -> Tensor | str:
         """Check a source, and return it: `pair`, `zero`, or a tensor of the writers' outputs.

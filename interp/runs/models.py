@@ -45,7 +45,7 @@ def source_graph_of(source: Source | None, graph: Graph) -> Graph:
         return Graph(model, split_embeddings="input" not in graph.writers)
 
 
-def source_of(source: Source, runner: HookedRunner, texts: Any, text: Text) -> HookedRunner:
+def source_runner(source: Source, runner: HookedRunner, texts: Any, text: Text) -> HookedRunner:
     """Return the runner of a model whose values replace values of another model.
 
     Args:
@@ -66,11 +66,11 @@ def source_of(source: Source, runner: HookedRunner, texts: Any, text: Text) -> H
             f"source must be a model with the same points; got {shown(source)} (pass a cache as "
             "edit=edits.replace(cache))"
         )
-    source_runner = runner_of(model)
-    require_same_points(runner, source_runner, "source")
+    other = runner_of(model)
+    require_same_points(runner, other, "source")
     if not is_batch(texts):
         require_same_tokens(text.listed(), text_for(model, texts).listed())
-    return source_runner
+    return other
 
 
 def require_same_points(runner: HookedRunner, other: HookedRunner, name: str) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hooks.base import peak_bytes, skip_token_checks, to_device
 from hooks.shared import Edits, inside
 from interp.measuring import has_batched_runs
-from interp.runs.rows import Done, Job, Measured, acting, copied, stacked, too_small
+from interp.runs.rows import Done, EditedRun, Measured, acting, copied, stacked_edits, too_small
 from interp.runs.unedited import Unedited
 
 # A matrix product with fewer rows spends most of its time reading the weights.
@@ -51,7 +51,7 @@ class Resumed:
         ValueError: if `max_bytes` is too small for one run.
     """
 
-    def __init__(self, unedited: Unedited, jobs: Sequence[Job], max_bytes: int) -> None:
+    def __init__(self, unedited: Unedited, jobs: Sequence[EditedRun], max_bytes: int) -> None:
         self.model: Any = unedited.language
         self.base = unedited
         self.batch = unedited.batch
@@ -69,7 +69,7 @@ class Resumed:
         for jobs, read_at_once in self._chunks:
             yield from self._measured(jobs, self._stream_of(jobs, done), read_at_once)
 
-    def _place(self, job: Job) -> None:
+    def _place(self, job: EditedRun) -> None:
         """Find the block and the position where a run begins."""
         stages = set().union(*(self.base.stages[edited.point.module] for edited in job.edits))
         blocks = len(self._inside)
@@ -81,13 +81,15 @@ class Resumed:
         if job.after_blocks:
             job.pos = 0
 
-    def _work(self, job: Job) -> float:
+    def _work(self, job: EditedRun) -> float:
         """Return the work of a run as a share of a forward pass of the batch."""
         n_layers = len(self._inside) - job.layer
         n_positions = self.n_pos - job.pos
         return n_layers / len(self._inside) * n_positions / self.n_pos
 
-    def _divided(self, jobs: Sequence[Job], max_bytes: int) -> Iterator[tuple[list[Job], int]]:
+    def _divided(
+        self, jobs: Sequence[EditedRun], max_bytes: int
+    ) -> Iterator[tuple[list[EditedRun], int]]:
         """Divide the jobs into chunks whose blocks run together.
 
         Yield each chunk with the number of its jobs that are unembedded together.
@@ -128,7 +130,7 @@ class Resumed:
                 free_for_logits = free - len(chunk) * stream_bytes
                 yield chunk, max(1, free_for_logits // unembed_bytes)
 
-    def _peaks(self, jobs: Sequence[Job]) -> tuple[int, int, int]:
+    def _peaks(self, jobs: Sequence[EditedRun]) -> tuple[int, int, int]:
         """Return the peak memory of a block, of the unembedding and of the metric, in bytes.
 
         Each is measured for one run. The unembedding includes the stream that it reads.
@@ -156,13 +158,13 @@ class Resumed:
         _, metric = peak_bytes(lambda: self.batch.measure(base.logits))
         return block, unembed + base.logits.nbytes, metric
 
-    def _groups(self, jobs: Sequence[Job]) -> list[list[Job]]:
+    def _groups(self, jobs: Sequence[EditedRun]) -> list[list[EditedRun]]:
         """Return groups of runs that begin at the same position, sorted by layer.
 
         A small group joins another group that begins earlier.
         """
         ordered = sorted(jobs, key=lambda job: job.pos, reverse=True)
-        groups: list[list[Job]] = []
+        groups: list[list[EditedRun]] = []
         n_tokens = _ENOUGH
         for pos, jobs_at_pos in itertools.groupby(ordered, lambda job: job.pos):
             if n_tokens >= _ENOUGH:
@@ -173,7 +175,7 @@ class Resumed:
             n_tokens = len(groups[-1]) * self.size * (self.n_pos - pos)
         return [sorted(group, key=lambda job: job.layer) for group in groups]
 
-    def _stream_of(self, jobs: list[Job], done: Done) -> Tensor:
+    def _stream_of(self, jobs: list[EditedRun], done: Done) -> Tensor:
         """Return the output of the last block in some runs, [run * batch, pos, d_model].
 
         The positions begin at the first position of the runs.
@@ -186,7 +188,7 @@ class Resumed:
         pos = jobs[0].pos
         contexts = self.base.contexts_from(pos)
         context = None
-        running: list[Job] = []
+        running: list[EditedRun] = []
         # The list contains the streams of all running jobs as one tensor. It is empty until the
         # first job begins.
         stream: list[Tensor] = []
@@ -202,22 +204,24 @@ class Resumed:
                 if joining or contexts[layer] is not context:
                     context = contexts[layer]
                     repeated = context.repeated(len(running))
-                edits = stacked(running, self.batch, self._inside[layer])
+                edits = stacked_edits(running, self.batch, self._inside[layer])
                 with self.batch.reading(pos or None), acting(edits):
                     stream = [self.model.run_block(layer, stream[0], repeated)]
                 done(len(running) / len(blocks) * (self.n_pos - pos) / self.n_pos)
         return stream[0]
 
-    def _entering(self, job: Job) -> Tensor:
+    def _entering(self, job: EditedRun) -> Tensor:
         """Return the input of the first block of a run, at all positions."""
         if not job.before_blocks:
             return self.base.streams[job.layer]
         # The unedited run has already checked the texts, and a check waits for the device.
-        with skip_token_checks(), acting(stacked([job], self.batch)):
+        with skip_token_checks(), acting(stacked_edits([job], self.batch)):
             resid = self.model.input_resid(self.batch.tokens, self.base.contexts[0])
         return to_device(resid, self.base.streams[0].device)
 
-    def _measured(self, jobs: list[Job], stream: Tensor, read_at_once: int) -> Iterator[Measured]:
+    def _measured(
+        self, jobs: list[EditedRun], stream: Tensor, read_at_once: int
+    ) -> Iterator[Measured]:
         """Yield some runs at a time, with the metric of each.
 
         Args:
@@ -228,7 +232,7 @@ class Resumed:
         pos = jobs[0].pos
         streams = dict(zip(jobs, stream.split(self.size), strict=True))
         for job in [job for job in jobs if job.after_blocks]:
-            with acting(stacked([job], self.batch)):
+            with acting(stacked_edits([job], self.batch)):
                 logits = self.model.unembed(streams.pop(job))
             yield [job], self.batch.measure(self.batch.read(logits))
         if len(streams) < len(jobs) and streams:

@@ -6,7 +6,7 @@ run, rows 3 to 5 the second run (`Text.repeated`).
 
 1. At `blocks.1.attn.z`, the hook receives [6, 5, head, d_head] and passes rows 0 to 2 to the edit
    of the first run, as if they were a separate batch. At `blocks.1.mlp_out`, rows 3 to 5 are passed
-   to the edit of the second run (`stacked`, `_edit_rows`).
+   to the edit of the second run (`stacked_edits`, `_edit_rows`).
    An `Edit` writes into the rows of one copy of the value; a function receives a copy of its rows.
 2. The metric is computed from the logits at the positions that it reads: for all runs at once, or
    if it is a function of the user, for each run with 3 rows (`Batch.read`, `Batch.measure`).
@@ -49,12 +49,12 @@ Done = Callable[[float], object]
 """A function that is called with the work just done, in forward passes of one batch."""
 
 
-Measured = tuple[Sequence["Job"], Float[Tensor, "run batch"]]
+Measured = tuple[Sequence["EditedRun"], Float[Tensor, "run batch"]]
 """Some runs, and the metric of each."""
 
 
 @dataclass(eq=False)
-class Job:
+class EditedRun:
     """An edited run of the batch.
 
     Attributes:
@@ -158,7 +158,9 @@ class Batch:
         return per_run(self.metric, logits, len(self.tokens))
 
 
-def stacked(jobs: Sequence[Job], batch: Batch, inside: Container[nn.Module] | None = None) -> Edits:
+def stacked_edits(
+    jobs: Sequence[EditedRun], batch: Batch, inside: Container[nn.Module] | None = None
+) -> Edits:
     """Return forward hooks that edit copies of a batch, one copy for each job.
 
     Args:
@@ -167,7 +169,7 @@ def stacked(jobs: Sequence[Job], batch: Batch, inside: Container[nn.Module] | No
         inside: the modules whose edits are returned, such as the modules of a block. Default: all
             edited modules.
     """
-    edits_of_module: dict[nn.Module, list[tuple[int, Job, EditedPoint]]] = {}
+    edits_of_module: dict[nn.Module, list[tuple[int, EditedRun, EditedPoint]]] = {}
     for copy, job in enumerate(jobs):
         for edited in job.edits:
             module = edited.point.module
@@ -181,7 +183,7 @@ def _edit_rows(
     n_copies: int,
     batch: Batch,
     calls: Calls,
-    edits: list[tuple[int, Job, EditedPoint]],
+    edits: list[tuple[int, EditedRun, EditedPoint]],
     output: Any,
 ) -> Any:
     """Return the output of a module after the edits of several runs.
@@ -268,7 +270,7 @@ class WholeRuns:
     """
 
     def __init__(
-        self, model: nn.Module, batch: Batch, jobs: Sequence[Job], max_bytes: int | None
+        self, model: nn.Module, batch: Batch, jobs: Sequence[EditedRun], max_bytes: int | None
     ) -> None:
         self.model = model
         self.batch = batch
@@ -304,10 +306,10 @@ class WholeRuns:
             done(len(jobs))
             yield jobs, values
 
-    def _measured(self, jobs: Sequence[Job]) -> Float[Tensor, "run batch"]:
+    def _measured(self, jobs: Sequence[EditedRun]) -> Float[Tensor, "run batch"]:
         """Return the metric of some runs, computed in one forward pass."""
         # The unedited run has already checked the texts, and a check waits for the device.
-        with skip_token_checks(), acting(stacked(jobs, self.batch)):
+        with skip_token_checks(), acting(stacked_edits(jobs, self.batch)):
             logits = self.batch.read(self._logits(self.batch.text.repeated(len(jobs))))
         return self.batch.measure(logits)
 

@@ -13,12 +13,12 @@ from interp.inputs.copies import digests, groups
 from interp.kinds import require_made
 from interp.measuring import Metric, measure, name_of, unit_of
 from interp.metrics import kl_divergence
-from interp.pairs.answers import per_example, prompts_of_rows
+from interp.pairs.answers import prompts_of_rows, summed_by_example
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.protocol import logits_of, runner_of
 from interp.results.result import Result
 from interp.runs.adapters import WithoutAdapter
-from interp.runs.models import Source, as_source, source_of
+from interp.runs.models import Source, as_source, source_runner
 
 
 def require_no_direction(source: Source | None, direction: str, default: str) -> None:
@@ -99,7 +99,7 @@ class Runs:
         self.source_model = source
         self.source_runner = self.runner
         if source is not None:
-            self.source_runner = source_of(source, self.runner, pairs.clean, self.pairs.text)
+            self.source_runner = source_runner(source, self.runner, pairs.clean, self.pairs.text)
         self.direction = direction
         self.has_source = direction is not None or source is not None
         self.reads_other = direction is not None
@@ -140,7 +140,7 @@ class Runs:
 
     def per_example(self, values: Float[Tensor, "*axes row"]) -> Float[Tensor, "*axes example"]:
         """Return the value of each example: the sum over its rows, one for each answer."""
-        return per_example(values, len(self.pairs))
+        return summed_by_example(values, len(self.pairs))
 
     @property
     def groups(self) -> tuple[int, ...] | None:

@@ -37,10 +37,10 @@ from hooks.base import (
 )
 from hooks.shared import is_listened_to
 from interp.edits import Edit
-from interp.measuring import evaluate
+from interp.measuring import metric_of_examples
 from interp.numbers.precision import has_nan
 from interp.runs.resume import Resumed
-from interp.runs.rows import Batch, Job, WholeRuns
+from interp.runs.rows import Batch, EditedRun, WholeRuns
 from interp.runs.runs import Runs
 from interp.runs.unedited import Unedited
 
@@ -138,7 +138,7 @@ def _measured(
     """
     model = runner.model
     size, n_pos = batch.tokens.shape[:2]
-    jobs = [Job(index, runner.edits(hooks)) for index, hooks in enumerate(edits)]
+    jobs = [EditedRun(index, runner.edits(hooks)) for index, hooks in enumerate(edits)]
     for job in jobs:
         # The pixels of an image or the samples of a sound are not the positions of activations. So
         # these runs begin at position 0.
@@ -146,7 +146,7 @@ def _measured(
             job.pos = min((_first(edited, n_pos) for edited in job.edits), default=0)
     is_alone = runs_alone(model)
     unedited = Unedited(runner, batch, jobs)
-    base = evaluate(batch.metric, unedited.logits, size)
+    base = metric_of_examples(batch.metric, unedited.logits, size)
     if max_bytes is None:
         max_bytes = bytes_of_sweep(unedited.logits.device)
     runs: Resumed | WholeRuns
@@ -201,7 +201,7 @@ def runs_alone(model: nn.Module) -> bool:
     return is_listened_to(model, parts=False) or any(map(_mixes_rows, model.modules()))
 
 
-def _counts_calls(job: Job) -> bool:
+def _counts_calls(job: EditedRun) -> bool:
     """Return True if an edit of a run selects some calls of a module."""
     hooks = itertools.chain(*(edited.hooks for edited in job.edits))
     return any("call" in getattr(hook, "where", ()) for hook in hooks)

@@ -28,7 +28,7 @@ TOLERANCE = 0.01
 FIRST, _MOST = 4, 1024
 """The first number of steps with `auto`, and the largest."""
 
-Steps = int | Sequence[int] | Literal["auto"]
+PathSteps = int | Sequence[int] | Literal["auto"]
 """The number of steps of all paths, or a number for each path. `auto` doubles the number of a path
 until its gap is at most `TOLERANCE`, up to 1024.
 """
@@ -61,7 +61,7 @@ def averaged(
     first: Float[Tensor, "path *axes"],
     base: Float[Tensor, " batch"],
     added: Callable[[Float[Tensor, "path *axes"]], Float[Tensor, "path batch"]],
-    steps: Steps,
+    steps: PathSteps,
     size: Float[Tensor, ""] | None = None,
 ) -> Mean:
     """Return the mean of a function along each path.
@@ -75,7 +75,7 @@ def averaged(
         base: the metric at the start.
         added: a function from the means to one number for each path and example, which should equal
             the change of the metric.
-        steps: see `Steps`.
+        steps: see `PathSteps`.
         size: the number by which gaps are divided. Default: the mean absolute change of the metric.
 
     Raises:
@@ -129,7 +129,7 @@ def averaged(
         n_before, n_steps = n_steps, 2 * n_steps
 
 
-def of_paths(steps: Steps, n_paths: int) -> list[int | Literal["auto"]]:
+def of_paths(steps: PathSteps, n_paths: int) -> list[int | Literal["auto"]]:
     """Return the number of steps, or `auto`, for each path.
 
     Raises:

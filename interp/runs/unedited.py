@@ -12,7 +12,7 @@ from hooks.base import Calls, is_rounding, number_of_call, tensors_in, version
 from hooks.shared import Session, first_tensor, hooks_disabled, inside
 from interp.edits import Edit
 from interp.protocol import few_logits, logits_of, of
-from interp.runs.rows import Batch, Job, are_edits
+from interp.runs.rows import Batch, EditedRun, are_edits
 
 
 class Unedited:
@@ -51,7 +51,7 @@ class Unedited:
         self,
         runner: HookedRunner,
         batch: Batch,
-        jobs: Sequence[Job],
+        jobs: Sequence[EditedRun],
         last: int = 0,
         keep: Container[int] | None = None,
     ) -> None:
@@ -85,7 +85,7 @@ class Unedited:
         self.logits = batch.read(logits_of(output))
         self._require_fired(jobs)
 
-    def _listen(self, session: Session, runner: HookedRunner, jobs: Sequence[Job]) -> None:
+    def _listen(self, session: Session, runner: HookedRunner, jobs: Sequence[EditedRun]) -> None:
         """Register hooks that try the edits and record the blocks in the next run."""
         # Hooks run in the order of registration. The hooks of edits come first, so that an edit of
         # a block's output still runs at the stage of this block.
@@ -98,7 +98,7 @@ class Unedited:
                 for point in _keys_and_values(block, runner):
                     session.after(point, self._keep)
 
-    def _require_fired(self, jobs: Sequence[Job]) -> None:
+    def _require_fired(self, jobs: Sequence[EditedRun]) -> None:
         """Raise an error if the run did not reach an edited point."""
         for job in jobs:
             points = [edited.point for edited in job.edits]
@@ -281,7 +281,7 @@ def _keys_and_values(block: nn.Module, runner: HookedRunner) -> list[nn.Module]:
     return [modules[name] for name in ("k", "v") if name in modules]
 
 
-def _by_module(jobs: Sequence[Job]) -> dict[nn.Module, list[EditedPoint]]:
+def _by_module(jobs: Sequence[EditedRun]) -> dict[nn.Module, list[EditedPoint]]:
     """Return the edited points of all runs by their modules."""
     by_module: dict[nn.Module, list[EditedPoint]] = {}
     for job in jobs:

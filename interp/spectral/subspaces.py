@@ -9,7 +9,7 @@ from torch import Tensor
 from hooks.base import require_choice, require_integer
 from interp.spectral.singular import SVD, svd
 
-Side = Literal["left", "right"]
+SingularSide = Literal["left", "right"]
 """The side of singular vectors: `left` (columns of u) or `right` (rows of vh)."""
 
 
@@ -40,7 +40,7 @@ def principal_angles(
 
 
 def subspace_angles(
-    first: SVD, second: SVD, k: int, side: Side = "right"
+    first: SVD, second: SVD, k: int, side: SingularSide = "right"
 ) -> Float[Tensor, "*batch k"]:
     """Return the principal angles between the spaces of the top `k` singular vectors, in radians,
     ascending.
@@ -121,7 +121,9 @@ def subspace_projection(
     return (vectors.double() @ directions @ directions.mT).to(vectors.dtype)
 
 
-def drift(decomposition: SVD, k: int, side: Side = "right") -> Float[Tensor, "change *batch k"]:
+def drift(
+    decomposition: SVD, k: int, side: SingularSide = "right"
+) -> Float[Tensor, "change *batch k"]:
     """Return the `subspace_angles` between consecutive entries of the first batch axis: steps or
     checkpoints.
 
@@ -145,7 +147,9 @@ def drift(decomposition: SVD, k: int, side: Side = "right") -> Float[Tensor, "ch
     return subspace_angles(decomposition[:-1], decomposition[1:], k=k, side=side)
 
 
-def alignment(first: SVD, second: SVD, k: int, side: Side = "right") -> Float[Tensor, "*batch k"]:
+def alignment(
+    first: SVD, second: SVD, k: int, side: SingularSide = "right"
+) -> Float[Tensor, "*batch k"]:
     """Return the absolute cosine between singular vectors of the same index: 0 to 1.
 
     The cosine is NaN if a singular vector is not defined: if its singular value is 0 up to the
@@ -201,7 +205,7 @@ def _independent(basis: Tensor, name: str) -> Tensor:
     return decomposition.u
 
 
-def _vectors(decomposition: SVD, k: int, side: Side) -> Tensor:
+def _vectors(decomposition: SVD, k: int, side: SingularSide) -> Tensor:
     """Return the top k vectors, as columns."""
     require_choice("side", side, ("left", "right"))
     require_integer("k", k, most=decomposition.s.shape[-1])

@@ -47,7 +47,7 @@ from interp.results.entries import Entries
 from interp.results.result import Result
 from interp.steps.spans import sentence_starts, spans_of_tokens, word_starts
 from interp.steps.stepping import Steps
-from interp.steps.writing import Write, text_of, tokens_of, writer
+from interp.steps.writing import Write, text_of_tokens, tokens_of_text, writer
 
 IMPORTANCES = ("resampling", "counterfactual")
 
@@ -355,14 +355,14 @@ class _Sampler:
         new = self.write([before] * self.n, max_new_tokens=self.max_new_tokens, seed=seeds[0])
         continued = [_Continued.of(self.model, row, self.steps.by) for row in new]
         if self.question:
-            asked = tokens_of(self.model, self.question)
+            asked = tokens_of_text(self.model, self.question)
             prompts = []
             for row in continued:
                 prompts.append([*before, *row.complete(self.max_new_tokens), *asked])
             replies = self.write(prompts, max_new_tokens=_REPLY, seed=seeds[1])
-            texts = [text_of(self.model, reply) for reply in replies]
+            texts = [text_of_tokens(self.model, reply) for reply in replies]
         else:
-            answer_so_far = text_of(self.model, before[starts[self.steps.first_answer] :])
+            answer_so_far = text_of_tokens(self.model, before[starts[self.steps.first_answer] :])
             texts = [answer_so_far + row.text for row in continued]
         return _Rollouts(continued, [self.read(text) for text in texts])
 

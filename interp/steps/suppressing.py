@@ -41,12 +41,12 @@ from interp.kinds import require_made
 from interp.numbers.precision import divergence
 from interp.protocol import is_of_text, logits_of, n_logits, of, runner_of
 from interp.results.result import Result
-from interp.runs.rows import Batch, Job, acting, stacked
+from interp.runs.rows import Batch, EditedRun, acting, stacked_edits
 from interp.runs.sweep import runs_alone
 from interp.runs.unedited import Unedited
 from interp.steps.stepping import Steps
 
-Attention = str | Sequence[str] | Mapping[int, int | Sequence[int] | None] | None
+HiddenAttention = str | Sequence[str] | Mapping[int, int | Sequence[int] | None] | None
 """Points of attention such as `blocks.2.attn`, or heads by layer; None for all heads."""
 
 # The tensors [pos, vocab] that exist at the same time: log-probabilities of two runs, and logits or
@@ -67,7 +67,7 @@ _ENOUGH_ON_ACCELERATORS = 2048
 def suppressed(
     model: nn.Module,
     steps: Steps,
-    attention: Attention = None,
+    attention: HiddenAttention = None,
     *,
     max_bytes: int = 2**25,
     progress: bool = True,
@@ -180,7 +180,9 @@ class _Base:
         # A run that edits nothing forms no attention pattern. Its first position is not 0, so that
         # the keys and values are kept.
         with self._in_pieces():
-            self._run = Unedited(runner, self._batch, [Job(0, [], pos=1)], last=1, keep=[first])
+            self._run = Unedited(
+                runner, self._batch, [EditedRun(0, [], pos=1)], last=1, keep=[first]
+            )
         contexts_are_causal = self._run.is_resumable() and all(
             getattr(context, "is_causal", True) for context in self._run.contexts
         )
@@ -215,10 +217,10 @@ class _Base:
             hooks[name] = edit if heads is None else edit.at(head=heads)
         return hooks
 
-    def job(self, number: int) -> Job:
+    def job(self, number: int) -> EditedRun:
         """Return the run in which a step is hidden."""
         span = self.spans[number]
-        return Job(number, self.runner.edits(self._hooks(span)), pos=span.stop)
+        return EditedRun(number, self.runner.edits(self._hooks(span)), pos=span.stop)
 
     def divergences(self, number: int) -> Float[Tensor, " pos"]:
         """Return the divergence of each next-token distribution if a step is hidden.
@@ -262,7 +264,7 @@ class _Base:
         job = self.job(number)
         contexts = self._run.contexts_from(job.pos)
         masked = self._masked(number, contexts)
-        hooks = stacked([job], self._batch) if masked is None else []
+        hooks = stacked_edits([job], self._batch) if masked is None else []
         stream = self._before[:, job.pos :]
         with self._batch.reading(job.pos), acting(hooks), self._in_pieces():
             for layer in range(min(self._heads_by_layer), len(contexts)):
@@ -325,7 +327,7 @@ class _Base:
         arguments = text.arguments(self.model)
         if self._base_logits is None:
             self._base_logits = logits_of(self.model(text.tokens, **arguments))
-        with acting(stacked([job], self._batch)):
+        with acting(stacked_edits([job], self._batch)):
             edited = logits_of(self.model(text.tokens, **arguments))
         return edited, self._base_logits
 
@@ -365,7 +367,9 @@ def _means(steps: Steps, divergences: Float[Tensor, " pos"]) -> Float[Tensor, " 
     return means
 
 
-def _heads_by_point(runner: HookedRunner, attention: Attention) -> dict[str, list[int] | None]:
+def _heads_by_point(
+    runner: HookedRunner, attention: HiddenAttention
+) -> dict[str, list[int] | None]:
     """Return the points of scores where steps are hidden, with their heads; None for all heads.
 
     Raises:
@@ -406,7 +410,7 @@ def _heads_by_point(runner: HookedRunner, attention: Attention) -> dict[str, lis
     return chosen
 
 
-def _described(heads_by_point: Mapping[str, Any], attention: Attention) -> str:
+def _described(heads_by_point: Mapping[str, Any], attention: HiddenAttention) -> str:
     """Return the layers and heads where steps are hidden, in words."""
     if attention is None:
         return "all heads of all layers"

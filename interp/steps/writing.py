@@ -31,7 +31,7 @@ def writer(model: nn.Module, write: Write | None = None) -> Write:
     return of(model, "continuations").continuations
 
 
-def text_of(model: nn.Module, tokens: Sequence[int]) -> str:
+def text_of_tokens(model: nn.Module, tokens: Sequence[int]) -> str:
     """Return the text of tokens, also of no tokens.
 
     An incomplete character at the end is left out.
@@ -42,7 +42,7 @@ def text_of(model: nn.Module, tokens: Sequence[int]) -> str:
     return text.rstrip("\ufffd")
 
 
-def tokens_of(model: nn.Module, text: str) -> list[int]:
+def tokens_of_text(model: nn.Module, text: str) -> list[int]:
     """Return the tokens of a text that continues another text."""
     tokens: list[int] = of(model, "to_tokens").to_tokens(text, bos=False).listed()[0]
     return tokens

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hooks.base import at_least_float32, library, storage, unknown_name
 from interp.store.activations import Activations
-from interp.store.imported import Context, imported
+from interp.store.imported import TextValues, imported
 from interp.store.rows import Settings
 from interp.transformer_lens import hooks_name
 
@@ -150,12 +150,12 @@ def from_arrow(
             raise unknown_name(column, table.column_names, f"column of {os.fspath(folder)}")
     settings = Settings(context=len(table[0][TOKENS]) if len(table) else None, per_file=per_file)
 
-    def contexts() -> Iterator[Context]:
+    def contexts() -> Iterator[TextValues]:
         """Yield the tokens and values of each row of the data set."""
         for batch in table.iter(per_file):
             for number, tokens in enumerate(batch[TOKENS]):
                 values = {point: batch[column][number] for column, point in names.items()}
-                yield Context(tokens, values)
+                yield TextValues(tokens, values)
 
     return imported(contexts(), out, dict.fromkeys(names.values(), ("d_in",)), settings)
 

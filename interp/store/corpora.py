@@ -72,7 +72,7 @@ def count(corpus: Corpus) -> int | None:
     return 1 if is_one_text else len(corpus)
 
 
-def runs(corpus: Corpus, column: str | None, per_file: int) -> Iterator[list[Any]]:
+def texts_of_files(corpus: Corpus, column: str | None, per_file: int) -> Iterator[list[Any]]:
     """Yield the texts of each file of a store.
 
     Args:
@@ -82,7 +82,7 @@ def runs(corpus: Corpus, column: str | None, per_file: int) -> Iterator[list[Any
     Raises:
         ValueError: if there is no text. For other errors, see `each`.
 
-    >>> [*runs(["a", "b", "c"], None, per_file=2)]
+    >>> [*texts_of_files(["a", "b", "c"], None, per_file=2)]
     [['a', 'b'], ['c']]
     """
     rest = each(corpus, column)
@@ -188,7 +188,7 @@ def _require_text(text: Any, number: int) -> None:
         )
 
 
-def cut(
+def cut_texts(
     model: nn.Module, texts: Sequence[Any], first: int, context: int | None, pack: bool
 ) -> list[TextPiece]:
     """Cut texts into the pieces that the model reads. An empty text has no piece.

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hooks import CacheError, Selector
 from hooks.base import Index, progress_bar, shown, shows_progress, without_gradients
 from interp.store.activations import Activations
-from interp.store.corpora import Corpus, TextPiece, runs
+from interp.store.corpora import Corpus, TextPiece, texts_of_files
 from interp.store.corpora import count as count_of
 from interp.store.engines import Model, Ray, loaded
 from interp.store.files import (
@@ -176,7 +176,7 @@ def harvest_shard(
     n_files, n_texts = 0, 0
     with reader.runs(), progress_bar("harvest", unit="tok") as count:
         require_same(manifest, folder)
-        for number, run in enumerate(runs(texts, settings.column, settings.per_file)):
+        for number, run in enumerate(texts_of_files(texts, settings.column, settings.per_file)):
             first = n_texts
             n_files += 1
             n_texts += len(run)
@@ -196,7 +196,9 @@ def harvest_shard(
                 n_known = None if facts_by_file else count_of(texts)
                 last = number if n_known is None else (n_known - 1) // settings.per_file
                 _require_room(folder, size, len(range(number, last + 1, jobs)))
-                facts_of_file = write(manifest, folder, number=number, facts=facts, tensors=tensors)
+                facts_of_file = write_values(
+                    manifest, folder, number=number, facts=facts, tensors=tensors
+                )
             facts_by_file[str(number)] = facts_of_file
     end = {"of": n_files, "texts": n_texts, "files": facts_by_file}
     finish(manifest, folder, shard=shard, end=end)
@@ -248,7 +250,7 @@ def known(
     return written
 
 
-def write(
+def write_values(
     manifest: Mapping[str, Any],
     folder: Folder,
     number: int,

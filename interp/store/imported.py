@@ -10,11 +10,11 @@ from torch import Tensor
 
 from interp.store.activations import Activations
 from interp.store.files import Folder, described, require_same, store_of
-from interp.store.harvesting import finish, known, write
+from interp.store.harvesting import finish, known, write_values
 from interp.store.rows import FORMAT, Settings
 
 
-class Context(NamedTuple):
+class TextValues(NamedTuple):
     """The values of one text.
 
     Attributes:
@@ -27,7 +27,7 @@ class Context(NamedTuple):
 
 
 def imported(
-    contexts: Iterable[Context],
+    contexts: Iterable[TextValues],
     out: str | os.PathLike[str],
     axes: Mapping[str, Sequence[str]],
     settings: Settings,
@@ -62,7 +62,9 @@ def imported(
         facts = {"store": store, "first": n_texts, "texts": len(batch), **described(tensors)}
         facts_of_file = known(manifest, folder, number=number, facts=facts)
         if not facts_of_file:
-            facts_of_file = write(manifest, folder, number=number, facts=facts, tensors=tensors)
+            facts_of_file = write_values(
+                manifest, folder, number=number, facts=facts, tensors=tensors
+            )
         files[str(number)] = facts_of_file
         n_texts += len(batch)
     end = {"of": len(files), "texts": n_texts, "files": files}
@@ -70,14 +72,14 @@ def imported(
     return Activations(out)
 
 
-def _batches(contexts: Iterable[Context], size: int) -> Iterator[list[Context]]:
+def _batches(contexts: Iterable[TextValues], size: int) -> Iterator[list[TextValues]]:
     """Yield `size` contexts at a time; fewer in the last batch."""
     remaining = iter(contexts)
     while batch := [*itertools.islice(remaining, size)]:
         yield batch
 
 
-def _rows(contexts: Sequence[Context], first: int) -> dict[str, Tensor]:
+def _rows(contexts: Sequence[TextValues], first: int) -> dict[str, Tensor]:
     """Return the tensors of a file: a row for each token.
 
     Args:

@@ -26,7 +26,7 @@ from hooks.base import (
 from hooks.shared import edits_in_force, parts_of, resolve
 from interp.inputs.texts import padded
 from interp.protocol import of, runner_of
-from interp.store.corpora import TextPiece, cut
+from interp.store.corpora import TextPiece, cut_texts
 from interp.store.files import ROWS
 from interp.store.together import Together
 
@@ -197,7 +197,7 @@ class RowReader:
             texts: the texts.
             first: the number of the first text.
         """
-        return cut(
+        return cut_texts(
             self.model, texts, first=first, context=self.settings.context, pack=self.settings.pack
         )
 

@@ -14,11 +14,11 @@ from jaxtyping import Int, Shaped
 from torch import Tensor, distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
-Rows = Mapping[str, Tensor]
+RowsOfFile = Mapping[str, Tensor]
 
 
 def shuffled(
-    read: Callable[[int], Rows],
+    read: Callable[[int], RowsOfFile],
     n_files: int,
     size: int,
     draw: torch.Generator | None,
@@ -59,13 +59,13 @@ def shuffled(
         yield rest
 
 
-def _length(rows: Rows) -> int:
+def _length(rows: RowsOfFile) -> int:
     """Return the number of rows."""
     return len(next(iter(rows.values())))
 
 
 def _gathered(
-    files: Sequence[Rows], ends: Int[Tensor, " file"], rows: Int[Tensor, " row"]
+    files: Sequence[RowsOfFile], ends: Int[Tensor, " file"], rows: Int[Tensor, " row"]
 ) -> dict[str, Shaped[Tensor, "row ..."]]:
     """Return some rows of several files. File i contains rows `ends[i - 1]` to `ends[i]`."""
     numbers = torch.bucketize(rows, ends, right=True)

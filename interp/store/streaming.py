@@ -26,7 +26,7 @@ from interp.inputs.texts import batches
 from interp.json_form import Table, form
 from interp.protocol import runner_of
 from interp.results.result import Result
-from interp.store.corpora import Corpus, TextPiece, runs
+from interp.store.corpora import Corpus, TextPiece, texts_of_files
 from interp.store.engines import Model, loaded
 from interp.store.files import Folder
 from interp.store.rows import RowReader, Settings, by_token
@@ -205,7 +205,7 @@ def plan(
     reader = RowReader(loaded(model), names, settings)
     first_batch: list[TextPiece] = []
     n_texts, n_tokens, n_rows, n_files = 0, 0, 0, 0
-    for run in runs(texts, settings.column, settings.per_file):
+    for run in texts_of_files(texts, settings.column, settings.per_file):
         pieces = reader.pieces(run, n_texts)
         first_batch += pieces[: settings.batch - len(first_batch)]
         counts = [int(reader.kept_mask(piece).sum()) for piece in pieces]

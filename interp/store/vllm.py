@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from hooks.base import storage
 from interp.store.activations import Activations
-from interp.store.imported import Context, imported
+from interp.store.imported import TextValues, imported
 from interp.store.rows import Settings
 
 
@@ -90,7 +90,7 @@ def _paths(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> 
     return paths
 
 
-def _context(path: Path, names: Sequence[str]) -> Context:
+def _context(path: Path, names: Sequence[str]) -> TextValues:
     """Return the tokens and values of a request."""
     try:
         tensors = load_file(path)
@@ -107,4 +107,4 @@ def _context(path: Path, names: Sequence[str]) -> Context:
             f"hidden_states of {path} must have the shape [{len(tokens)} tokens, {len(names)} "
             f"layers, d_model]; got {[*states.shape]}"
         )
-    return Context(tokens, dict(zip(names, states.unbind(1), strict=True)))
+    return TextValues(tokens, dict(zip(names, states.unbind(1), strict=True)))

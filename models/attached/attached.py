@@ -27,7 +27,7 @@ from hooks.base import (
     without_gradients,
 )
 from hooks.shared import Session, Wire, hooks_disabled, inside, is_listened_to
-from models.attached.context import CACHES, AttachedContext, divided, repeatable_context
+from models.attached.context import CACHES, AttachedContext, divided_call, repeatable_context
 from models.attached.forward import Forward
 from models.attached.original import (
     HOOKED,
@@ -45,7 +45,7 @@ from models.attached.original import (
     uncached,
 )
 from models.attached.padded_positions import PaddedPositions
-from models.attached.points import TOP, Blocks
+from models.attached.points import TOP, PointsOfBlocks
 from models.attached.stacks import Stack, Tower
 from models.attached.view import PlainView
 from models.attached.wires import restore_methods
@@ -424,7 +424,7 @@ class Attached(ReadsText):
         Args:
             n_positions: the largest number of positions.
         """
-        return in_pieces(self.blocks, n_positions, divided)
+        return in_pieces(self.blocks, n_positions, divided_call)
 
     def logits(
         self, resid: Float[Tensor, "batch pos d_model"], last: int
@@ -551,7 +551,7 @@ def detach(model: nn.Module) -> None:
     restore_methods(model)
     for owner in (model, *model.children()):
         for name, points in [*owner.named_children()]:
-            is_point = name in TOP and isinstance(points, HookPoint | HookPoints | Blocks)
+            is_point = name in TOP and isinstance(points, HookPoint | HookPoints | PointsOfBlocks)
             if is_point or isinstance(points, Tower):
                 delattr(owner, name)
     for name in ("language_parts", "prepare_inputs"):

@@ -28,8 +28,8 @@ from models.attached.original import (
     configs_of,
     examples_of,
     is_encoder_decoder,
-    reading,
-    register,
+    reading_part,
+    register_function,
 )
 from models.attached.points import TOP, place_points, points_of
 from models.attached.probe import recorded
@@ -123,11 +123,11 @@ def attach(
         return earlier
     make_room(model, earlier)
     examples = examples_of(model, example)
-    register(model, hooked_attention)
+    register_function(model, hooked_attention)
     attached = Attached(model)
     try:
         # Dropout would make the runs differ, and points would fail their checks.
-        with mode(model, training=False), reading(model, ""):
+        with mode(model, training=False), reading_part(model, ""):
             probes = recorded(attached, examples)
             stacks = find_stacks(
                 model, probes, roles=Roles(blocks, attn, mlp), kernels=attached.kernels

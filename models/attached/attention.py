@@ -41,8 +41,8 @@ from models.attached.context import (
 )
 from models.attached.original import Kernel, kernel_name, kernel_of
 from models.attached.pattern import KernelOptions, pattern_of, queries_without_keys
-from models.attached.probe import ATTENTION, FUSED, ProbeRun, kind_of
-from models.attached.wires import Replaced, fire, rows_of
+from models.attached.probe import ATTENTION, FUSED, ProbeRun, attention_part
+from models.attached.wires import Replaced, fire, rows_and_positions
 from models.dot_product import require_room_for_scores
 
 Heads = Float[Tensor, "batch head query d_head"]
@@ -346,7 +346,7 @@ class _Passing(TorchFunctionMode):
         super().__init__()
         self.points = points
         self.expected: tuple[str, ...] = ATTENTION
-        self._batch, self._n_pos = rows_of(stream)
+        self._batch, self._n_pos = rows_and_positions(stream)
         self._dtype = stream.dtype
         self._new: range | None = None
         # The scores after a hook; None if no hook has changed them.
@@ -357,7 +357,7 @@ class _Passing(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Return the function's result, with the changes of the points."""
-        kind = kind_of(func, args, kwargs)
+        kind = attention_part(func, args, kwargs)
         kwargs = kwargs or {}
         if kind == FUSED and self.expected == ATTENTION:
             self.expected = ()
@@ -543,7 +543,7 @@ class _Slope(TorchFunctionMode):
                 different factors.
         """
         output = func(*args, **(kwargs or {}))
-        kind = kind_of(func, args, kwargs)
+        kind = attention_part(func, args, kwargs)
         if kind == "product" and self._product is None:
             self._product = at_least_float32(output.detach()).requires_grad_()
             return self._product.clone()

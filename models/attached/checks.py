@@ -38,7 +38,7 @@ from hooks.base import (
 from hooks.shared import Session
 from models.attached.attention import AttentionPoints, TracedPoints
 from models.attached.experts import Experts
-from models.attached.original import AttachError, logits_of, reading
+from models.attached.original import AttachError, logits_of, reading_part
 from models.attached.points import MLP_OUT, TOP, Wiring
 from models.attached.probe import arguments_of
 from models.mode import mode
@@ -58,7 +58,7 @@ def check_points(wiring: Wiring) -> dict[str, str]:
         AttachError: if hooks change the logits.
     """
     stack = wiring.stack
-    with reading(wiring.model, stack.path):
+    with reading_part(wiring.model, stack.path):
         _check_own_attention(wiring)
         _check_streams(wiring)
         _check_mixers(wiring)

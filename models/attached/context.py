@@ -7,7 +7,7 @@
    earlier keys in an `AttachedPast`.
 3. `repeatable_context` creates a context from the recorded calls, if every argument of the blocks
    has a known meaning.
-4. `divided` cuts the arguments of a block along their axes of positions, for
+4. `divided_call` cuts the arguments of a block along their axes of positions, for
    `models.running.pieces`. The cache of the model collects the keys and values of the pieces. If a
    block runs again after earlier keys and values, a `GrowingPast` collects them.
 """
@@ -27,9 +27,9 @@ from hooks import HookError, HookPoint, start_of_piece
 from hooks.base import carried, mapped, memory_of, tensors_in
 from hooks.shared import Wire, is_listened_to
 from models.attached.forward import is_cache, own_cache
-from models.attached.wires import fire, rows_of, texts_read
-from models.running.context import joined
-from models.running.pieces import Call
+from models.attached.wires import fire, rows_and_positions, texts_read
+from models.running.context import with_past
+from models.running.pieces import Arguments
 
 # The underscores switch off the check that axes of one name have one size in all arguments. Values
 # may have a smaller d_head than keys, and new keys may have several copies of the earlier rows.
@@ -122,7 +122,7 @@ class AttachedPast:
 
     def update(self, keys: Keys, values: Keys, *args: Any, **kwargs: Any) -> tuple[Keys, Keys]:
         """Return the earlier keys and values, joined with the new ones."""
-        return joined(self.keys, keys), joined(self.values, values)
+        return with_past(self.keys, keys), with_past(self.values, values)
 
 
 def past_of(cache: Any, layer: int | None) -> AttachedPast | None:
@@ -498,7 +498,7 @@ class GrowingPast(AttachedPast):
         return self.keys, self.values
 
 
-def divided(block: nn.Module, call: Call, most: int) -> Iterator[Call] | None:
+def divided_call(block: nn.Module, call: Arguments, most: int) -> Iterator[Arguments] | None:
     """Return the calls of a block for one piece each; see `models.running.pieces.Divide`.
 
     The result is None if the text is short, if the cache of the block does not contain only keys
@@ -534,7 +534,7 @@ def divided(block: nn.Module, call: Call, most: int) -> Iterator[Call] | None:
     return _pieces_of(args[0], named, cache=cache, most=most)
 
 
-def _pieces_of(stream: Tensor, named: dict[str, Any], cache: Any, most: int) -> Iterator[Call]:
+def _pieces_of(stream: Tensor, named: dict[str, Any], cache: Any, most: int) -> Iterator[Arguments]:
     """Yield the arguments of a block for one piece after the other.
 
     Args:
@@ -553,6 +553,6 @@ def _pieces_of(stream: Tensor, named: dict[str, Any], cache: Any, most: int) -> 
                 kwargs[name] = cache
             else:
                 kwargs[name] = cut(name, value, pos=start, new=new, device=stream.device)
-        texts_read.set(rows_of(piece))
+        texts_read.set(rows_and_positions(piece))
         yield (piece,), kwargs
     texts_read.set(whole)

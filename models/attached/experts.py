@@ -2,8 +2,8 @@
 
 1. All experts of a block are one module. It is called with vectors, the indices of the experts that
    were selected for each vector, and their weights. Or it is called with a copy of all vectors for
-   each expert, already multiplied by the weight of this expert (`Copies`). Then it gets no indices
-   and no weights.
+   each expert, already multiplied by the weight of this expert (`ExpertCopies`). Then it gets no
+   indices and no weights.
 2. The router's logits are the output of a linear map with a column for each expert: the last one
    before that call.
 3. The MLP's output is the sum of the experts, or this sum plus the output of another module, the
@@ -413,7 +413,7 @@ class ChosenOutputs(Computed):
 
 
 @dataclass(eq=False)
-class Copies(Computed):
+class ExpertCopies(Computed):
     """Passes the output of each expert, times a factor, through a point.
 
     This class is for a module that is called with one copy of all vectors for each expert.
@@ -434,7 +434,7 @@ class Copies(Computed):
 
 
 @dataclass(eq=False)
-class Gated(Computed):
+class GatedExpert(Computed):
     """Passes the output of a shared expert through a point, times its gate."""
 
     gate: nn.Module

@@ -2,7 +2,7 @@
 
 1. The config of a module names its kernel: the attention function of `transformers` that the module
    calls (`kernel_of`). While the model is attached, a copy of the config asks for attention with
-   points instead, under the name of `register`.
+   points instead, under the name of `register_function`.
 2. The model runs on fourteen tokens, or on the user's example (`examples_of`).
 3. `AttachError` names the module that cannot be read, and suggests a solution to the user.
 """
@@ -99,7 +99,7 @@ def kernel_of(module: nn.Module) -> Kernel:
     return library("transformers").AttentionInterface()["sdpa" if name == "eager" else name]
 
 
-def register(model: nn.Module, attention: Kernel) -> None:
+def register_function(model: nn.Module, attention: Kernel) -> None:
     """Register an attention function in `transformers`, under a name for each kernel of a model.
 
     A model without a config of `transformers` needs no registration.
@@ -388,7 +388,7 @@ class AttachError(ValueError):
 
 
 @contextmanager
-def reading(model: Any, name: str) -> Iterator[None]:
+def reading_part(model: Any, name: str) -> Iterator[None]:
     """Return a context manager in which errors name the part of a model that could not be read.
 
     An unusual model may fail in any step, so any type of error is caught. An `AttachError` is

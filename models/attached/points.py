@@ -27,18 +27,25 @@ from models.attached.attention import (
     further_keys,
 )
 from models.attached.context import CacheGiven, FurtherKeys, past_of
-from models.attached.experts import ChosenOutputs, Copies, ExpertPoints, Experts, Gated, Routing
+from models.attached.experts import (
+    ChosenOutputs,
+    ExpertCopies,
+    ExpertPoints,
+    Experts,
+    GatedExpert,
+    Routing,
+)
 from models.attached.forward import Forward, Generate, StackForward
 from models.attached.layout import BlockLayout
 from models.attached.original import (
     AttachError,
     ExampleArguments,
     base_of,
-    reading,
+    reading_part,
 )
 from models.attached.parts import Summand, TracedNorm
 from models.attached.probe import ProbeRun
-from models.attached.stacks import OwnPart, Stack, Tower, features
+from models.attached.stacks import OwnPart, Stack, Tower, entries_of_towers
 from models.attached.wires import (
     BlockInput,
     Input,
@@ -63,11 +70,11 @@ TOP = ("embed", "pos_embed", "blocks", "ln_final", "merged", "projected")
 
 def points_of(model: nn.Module) -> list[nn.Module]:
     """Return the modules that `attach` adds to a model: points, and the lists that contain them."""
-    added = HookPoint | HookPoints | Blocks | Tower
+    added = HookPoint | HookPoints | PointsOfBlocks | Tower
     return [module for module in model.modules() if isinstance(module, added)]
 
 
-class Blocks(nn.ModuleList):
+class PointsOfBlocks(nn.ModuleList):
     """The points of each block of an attached model."""
 
 
@@ -112,7 +119,7 @@ def place_points(
         base.generate = Generate(base)
     wirings = list[Wiring]()
     for stack in stacks:
-        with reading(model, stack.path):
+        with reading_part(model, stack.path):
             wirings.append(_placed(model, base, forward, stack))
     if len(probes) > 1 and len(stacks) > 1:
         _place_features(model, probes[1], wirings)
@@ -132,7 +139,7 @@ def _placed(model: Any, base: nn.Module, forward: Forward, stack: Stack) -> "Wir
     if stack.name:
         stack_forward = root.forward = StackForward(root, grows=stack.name == "decoder")
     stack_forward.embedded = wiring.embeddings()
-    wiring.owner.blocks = Blocks(map(wiring.block, stack.layouts))
+    wiring.owner.blocks = PointsOfBlocks(map(wiring.block, stack.layouts))
     wiring.final_norm()
     forward.places += wiring.places()
     for points in wiring.owner.blocks.modules():
@@ -144,7 +151,7 @@ def _placed(model: Any, base: nn.Module, forward: Forward, stack: Stack) -> "Wir
 def _place_features(model: Any, probe: ProbeRun, wirings: Sequence["Wiring"]) -> None:
     """Add points where the features of towers enter the stream of the text."""
     text, *towers = wirings
-    merged, projected = features(
+    merged, projected = entries_of_towers(
         model, probe, text.stack.chain, [wiring.stack for wiring in towers]
     )
     if merged is None:
@@ -388,11 +395,11 @@ class Wiring:
         if module is not None and not experts.reads_copies:
             self._listen(module, Routing(points.routing, points.chosen, experts.n))
         if module is not None and experts.has_outputs and experts.reads_copies:
-            self._listen(module, Copies(points.experts, experts.n, experts.factor))
+            self._listen(module, ExpertCopies(points.experts, experts.n, experts.factor))
         elif module is not None and experts.has_outputs:
             self._listen(module, ChosenOutputs(points.experts, experts.factor))
         if shared is not None and experts.gate is not None:
-            self._listen(shared.module, Gated(points.shared, experts.gate))
+            self._listen(shared.module, GatedExpert(points.shared, experts.gate))
         elif shared is not None:
             self._added(points.shared, shared)
         return points

@@ -45,7 +45,7 @@ In a short run, these few may be all keys. Then the logits do not show whether t
 """
 
 
-def kind_of(func: Any, *arguments: Any) -> str | None:
+def attention_part(func: Any, *arguments: Any) -> str | None:
     """Return the part of attention that a function of PyTorch computes, if it is in attention.
 
     The parts are `product` (of two batches of matrices), `softmax` and `fused` (all of attention).
@@ -268,7 +268,7 @@ class Watching(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Return the function's result."""
-        if kind := kind_of(func, args, kwargs):
+        if kind := attention_part(func, args, kwargs):
             self.parts.append(kind)
             self.functions.append(func.__name__)
         elif getattr(func, "__name__", "") in MASKS:

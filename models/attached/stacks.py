@@ -9,7 +9,7 @@
 3. The points of a stack with a prefix are in a new module (`Tower`) with the name of the prefix, or
    in the model's own module if it has one of this name.
 4. The features of a tower are inserted into the stream of the text. `merged` is that stream, and
-   `projected` is the output of the tower that is inserted (`features`).
+   `projected` is the output of the tower that is inserted (`entries_of_towers`).
 5. Embeddings come before the first block, and a norm and a linear map after the last (`parts`).
 """
 
@@ -36,7 +36,7 @@ from models.attached.original import (
     base_of,
     embedding_of,
     is_encoder_decoder,
-    reading,
+    reading_part,
     text_config,
 )
 from models.attached.parts import (
@@ -176,7 +176,7 @@ def find_stacks(
     for stack in stacks:
         known = roles if stack.name in ("", "encoder", "decoder") else Roles()
         for call in stack.chain:
-            with reading(model, call.name):
+            with reading_part(model, call.name):
                 if stack.stream_axis is None:
                     stack.layouts.append(layout_of(call, stack.probe, known, config))
                 else:
@@ -188,7 +188,7 @@ def find_stacks(
                 layout.experts = None
     for stack in stacks:
         require_position_of_each_token(model, stack)
-        with reading(model, stack.path):
+        with reading_part(model, stack.path):
             _find_ends(model, stack)
     return stacks
 
@@ -385,7 +385,7 @@ def _list_of(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
     return name.rpartition(".")[0] or name
 
 
-def features(
+def entries_of_towers(
     model: Any, probe: ProbeRun, text: Sequence[Call], towers: Sequence[Stack]
 ) -> tuple[nn.Module | None, dict[str, nn.Module]]:
     """Return the modules at which the features of towers enter the stream of the text.

@@ -27,7 +27,7 @@ from models.attached.parts import TracedNorm
 texts_read: ContextVar[tuple[int, ...]] = ContextVar("texts", default=())
 
 
-def rows_of(stream: Tensor) -> tuple[int, int]:
+def rows_and_positions(stream: Tensor) -> tuple[int, int]:
     """Return the numbers of rows and positions of a stream.
 
     If rows and positions share an axis, as for images of different sizes, there is one row.
@@ -109,7 +109,7 @@ class Projected(Output):
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the output with the result of the point; None if it does not change."""
-        token = texts_read.set(rows_of(next(tensors_in(output))))
+        token = texts_read.set(rows_and_positions(next(tensors_in(output))))
         try:
             return super().__call__(module, args, output)
         finally:
@@ -157,7 +157,7 @@ class BlockInput(Input):
         if not torch.compiler.is_compiling():
             stream = rows_first(self.point, next(tensors_in((args, kwargs))))
             if stream.ndim > 2 or len(stream) != math.prod(texts_read.get()):
-                texts_read.set(rows_of(stream))
+                texts_read.set(rows_and_positions(stream))
         return super().__call__(module, args, kwargs)
 
 

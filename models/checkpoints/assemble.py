@@ -31,7 +31,7 @@ def concatenated(*tensors: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """The source of one parameter.
 
     Attributes:
@@ -43,7 +43,7 @@ class Source:
     convert: Callable[..., Tensor] = concatenated
 
 
-Rows = Mapping[str, str | Source]
+SourceTable = Mapping[str, str | TensorSource]
 """The keys of a file for each parameter name.
 
 `N` stands for each layer, and `*` for `weight` and `bias`.
@@ -51,11 +51,11 @@ Rows = Mapping[str, str | Source]
 
 
 def expanded(
-    rows: Rows,
+    rows: SourceTable,
     config: TransformerConfig,
     keys: Collection[str],
     spelled: Callable[[str], str] = str,
-) -> dict[str, Source]:
+) -> dict[str, TensorSource]:
     """Return the source of each parameter, with a row for each layer, and for weight and bias.
 
     Args:
@@ -69,13 +69,13 @@ def expanded(
     def filled(name: str, layer: int, kind: str) -> str:
         return name.replace(".N.", f".{layer}.").replace("*", kind)
 
-    table: dict[str, Source] = {}
+    table: dict[str, TensorSource] = {}
     for ours, theirs in rows.items():
-        source = theirs if isinstance(theirs, Source) else Source((theirs,))
+        source = theirs if isinstance(theirs, TensorSource) else TensorSource((theirs,))
         for kind in ("weight", "bias") if ours.endswith("*") else ("",):
             for layer in range(min(config.n_layers, len(keys))) if ".N." in ours else (0,):
                 named = tuple(spelled(filled(key, layer, kind)) for key in source.keys)
-                table[filled(ours, layer, kind)] = Source(named, source.convert)
+                table[filled(ours, layer, kind)] = TensorSource(named, source.convert)
     return table
 
 
@@ -98,7 +98,7 @@ class Reader:
 @without_gradients
 def assemble(
     config: TransformerConfig,
-    table: Mapping[str, Source],
+    table: Mapping[str, TensorSource],
     reader: Reader,
     where: str,
     ignored: Callable[[str], object] = lambda key: False,
@@ -136,7 +136,7 @@ def assemble(
     model = without_values(config)
     parameters = model.named_parameters(remove_duplicate=False)
     shapes = {name: parameter.shape for name, parameter in parameters}
-    sources = {name: table.get(name, Source((name,))) for name in shapes}
+    sources = {name: table.get(name, TensorSource((name,))) for name in shapes}
     if config.tied_unembed:
         absent = [name for name in _TIED if keys.isdisjoint(sources[name].keys)]
         for name in absent[:1]:
@@ -157,7 +157,7 @@ def assemble(
 
 def _read_all(
     config: TransformerConfig,
-    sources: Mapping[str, Source],
+    sources: Mapping[str, TensorSource],
     shapes: Mapping[str, torch.Size],
     reader: Reader,
     where: str,
@@ -253,7 +253,11 @@ def _check_keys(needed: set[str], present: set[str], where: str) -> None:
 
 
 def _converted(
-    source: Source, tensors: list[Tensor], shape: torch.Size, where: str, dtype: torch.dtype | None
+    source: TensorSource,
+    tensors: list[Tensor],
+    shape: torch.Size,
+    where: str,
+    dtype: torch.dtype | None,
 ) -> Tensor:
     """Return a parameter from the tensors of its source.
 

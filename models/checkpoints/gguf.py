@@ -9,14 +9,14 @@ from einops import rearrange
 from torch import Tensor
 
 from hooks.base import storage
-from models.checkpoints.assemble import Reader, Source, assemble, concatenated
+from models.checkpoints.assemble import Reader, TensorSource, assemble, concatenated
 from models.checkpoints.gguf_config import (
     ARCHITECTURES,
     BEYOND,
-    BLOCK,
+    BLOCK_TENSORS,
     QKV_APART,
     READ_BY_TRANSFORMERS,
-    TOP,
+    TOP_TENSORS,
     Architecture,
     gguf_config,
 )
@@ -136,7 +136,7 @@ def _gguf_table(
     keys: Collection[str],
     architecture: Architecture,
     factors: Mapping[str, float],
-) -> dict[str, Source]:
+) -> dict[str, TensorSource]:
     """Return the source of each parameter in a file.
 
     Args:
@@ -148,7 +148,7 @@ def _gguf_table(
     kinds = {".".join(key.split(".")[2:3]) for key in keys if key.startswith("blk.")}
     n_names = None if config.parallel else 1
     blocks = dict[str, str]()
-    for ours, names in {**BLOCK, **architecture.tensors}.items():
+    for ours, names in {**BLOCK_TENSORS, **architecture.tensors}.items():
         present = [name for name in names[:n_names] if name in kinds]
         blocks[ours] = present[0] if present else names[0]
     converts = {ours: partial(torch.mul, other=factor) for ours, factor in factors.items()}
@@ -157,7 +157,7 @@ def _gguf_table(
         converts["attn.qkv"] = partial(_halves_together, n_rotated, config.d_head)
     if blocks["mlp.gate"] == blocks["mlp.input"]:
         converts |= {"mlp.gate": partial(_half, 0), "mlp.input": partial(_half, 1)}
-    modules = [(ours, theirs, ours) for ours, theirs in TOP.items()]
+    modules = [(ours, theirs, ours) for ours, theirs in TOP_TENSORS.items()]
     for layer in range(config.n_layers):
         modules += [
             (f"blocks.{layer}.{ours}", f"blk.{layer}.{theirs}", ours)
@@ -170,7 +170,7 @@ def _gguf_table(
             apart = tuple(whole.replace("attn_qkv", part) for part in QKV_APART)
             is_apart = ours == "attn.qkv" and not set(apart).isdisjoint(keys)
             tensors = apart if is_apart else (whole,)
-            table[f"{module}.{leaf}"] = Source(tensors, converts.get(ours, concatenated))
+            table[f"{module}.{leaf}"] = TensorSource(tensors, converts.get(ours, concatenated))
     return table
 
 

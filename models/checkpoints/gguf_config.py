@@ -40,10 +40,10 @@ class Architecture:
         largest: the number of layers of the largest Gemma model of this architecture. Its dot
             products are scaled by `d_model / n_heads` instead of `d_head`. 0 for other
             architectures.
-        tensors: names of tensors that differ from `BLOCK`, by our module. A module may have several
-            names, of which the first one that is in the file counts. In a model whose blocks are
-            not parallel, only the first name of the list is allowed. In parallel blocks, attention
-            and the MLP may read one norm, and its name is the second one.
+        tensors: names of tensors that differ from `BLOCK_TENSORS`, by our module. A module may have
+            several names, of which the first one that is in the file counts. In a model whose
+            blocks are not parallel, only the first name of the list is allowed. In parallel blocks,
+            attention and the MLP may read one norm, and its name is the second one.
         permuted: whether the rows of queries and keys are in llama.cpp's order for rotary
             embeddings.
         period: every `period`-th layer has no window, unless the file says which layers have
@@ -86,8 +86,8 @@ class Architecture:
 _DATA = json.loads(Path(__file__).with_name("gguf_tables.json").read_text(encoding="utf-8"))
 ARCHITECTURES = {name: Architecture(**facts) for name, facts in _DATA["architectures"].items()}
 KEYS: Mapping[str, str] = _DATA["keys"]
-TOP: Mapping[str, str] = _DATA["top"]
-BLOCK: Mapping[str, list[str]] = _DATA["block"]
+TOP_TENSORS: Mapping[str, str] = _DATA["top"]
+BLOCK_TENSORS: Mapping[str, list[str]] = _DATA["block"]
 QKV_APART = ("attn_q", "attn_k", "attn_v")
 ONLY: Fields = _DATA["only"]
 WITHOUT_EFFECT = frozenset(_DATA["without_effect"])

@@ -16,7 +16,7 @@ from models import verification
 from models.checkpoints.huggingface import load_huggingface
 from models.checkpoints.own import BUNDLED, CONFIG, list_models, load_own
 from models.checkpoints.packaged import PACKAGED, in_package
-from models.checkpoints.transformer_lens import from_transformer_lens, weights_in
+from models.checkpoints.transformer_lens import from_transformer_lens, state_dict_in
 from models.files import read_object, without
 from models.registry import ON_HUB, list_configs
 from models.text.files import tokenizer_from
@@ -168,7 +168,7 @@ def _load_weights(
     """
     with storage.one_error(file):
         content = load_file(file) if kind == "safetensors" else storage.read_saved(file)
-    weights, config = weights_in(content, str(file))
+    weights, config = state_dict_in(content, str(file))
     config_file = file.parent / CONFIG
     if weights is not None:
         if config is None and config_file.is_file():

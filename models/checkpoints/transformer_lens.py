@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks.base import require_kind, warn, without_gradients
-from models.checkpoints.assemble import Reader, Rows, Source, assemble, expanded
+from models.checkpoints.assemble import Reader, SourceTable, TensorSource, assemble, expanded
 from models.checkpoints.transformer_lens_config import lens_config
 from models.config import TransformerConfig
 from models.positions import rotary
@@ -119,7 +119,7 @@ def is_transformer_lens(weights: Mapping[Any, Any]) -> bool:
     return {"embed.W_E", "unembed.W_U", "blocks.0.attn.W_Q"} <= weights.keys()
 
 
-def weights_in(content: Any, where: str) -> tuple[dict[str, Tensor] | None, Any]:
+def state_dict_in(content: Any, where: str) -> tuple[dict[str, Tensor] | None, Any]:
     """Return TransformerLens' state dict in the content of a file, and its config.
 
     Training scripts save a state dict alone, or as an entry of a dict. The state dict is None if
@@ -152,7 +152,7 @@ def weights_in(content: Any, where: str) -> tuple[dict[str, Tensor] | None, Any]
     return None, None
 
 
-def _lens_rows(config: TransformerConfig, weights: Mapping[str, Tensor]) -> Rows:
+def _lens_rows(config: TransformerConfig, weights: Mapping[str, Tensor]) -> SourceTable:
     """Return TransformerLens' keys for each of our parameters."""
     attn, mlp = "blocks.N.attn", "blocks.N.mlp"
     # If several query heads share a key head, TransformerLens' names of keys and values begin with
@@ -160,42 +160,44 @@ def _lens_rows(config: TransformerConfig, weights: Mapping[str, Tensor]) -> Rows
     shared = "_" if "blocks.0.attn._W_K" in weights else ""
     weights_of_qkv = (f"{attn}.W_Q", f"{attn}.{shared}W_K", f"{attn}.{shared}W_V")
     biases_of_qkv = (f"{attn}.b_Q", f"{attn}.{shared}b_K", f"{attn}.{shared}b_V")
-    rows: dict[str, str | Source] = {
+    rows: dict[str, str | TensorSource] = {
         "token_embedding.weight": "embed.W_E",
         "position_embedding.weight": "pos_embed.W_pos",
-        f"{attn}.qkv.weight": Source(weights_of_qkv, _joined_weights),
-        f"{attn}.qkv.bias": Source(biases_of_qkv, _joined_biases),
-        f"{attn}.output.weight": Source(
+        f"{attn}.qkv.weight": TensorSource(weights_of_qkv, _joined_weights),
+        f"{attn}.qkv.bias": TensorSource(biases_of_qkv, _joined_biases),
+        f"{attn}.output.weight": TensorSource(
             (f"{attn}.W_O",),
             lambda W_O: rearrange(W_O, "head d_head d_model -> d_model (head d_head)"),
         ),
         f"{attn}.output.bias": f"{attn}.b_O",
         f"{attn}.q_norm.weight": f"{attn}.q_norm.w",
         f"{attn}.k_norm.weight": f"{attn}.k_norm.w",
-        f"{mlp}.input.weight": Source((f"{mlp}.W_in",), _transposed),
+        f"{mlp}.input.weight": TensorSource((f"{mlp}.W_in",), _transposed),
         f"{mlp}.input.bias": f"{mlp}.b_in",
-        f"{mlp}.output.weight": Source((f"{mlp}.W_out",), _transposed),
+        f"{mlp}.output.weight": TensorSource((f"{mlp}.W_out",), _transposed),
         f"{mlp}.output.bias": f"{mlp}.b_out",
-        "unembedding.weight": Source(("unembed.W_U",), _transposed),
+        "unembedding.weight": TensorSource(("unembed.W_U",), _transposed),
         "unembedding.bias": "unembed.b_U",
     }
     if config.mlp == "gated":
         # TransformerLens adds `b_in` after the product with the gate, and our MLP before. So set
         # our bias to 0, and add the effect of `b_in` on the output to `b_out`.
         b_in = f"{mlp}.b_in"
-        rows[f"{mlp}.gate.weight"] = Source((f"{mlp}.W_gate",), _transposed)
-        rows[f"{mlp}.input.bias"] = rows[f"{mlp}.gate.bias"] = Source((b_in,), torch.zeros_like)
-        rows[f"{mlp}.output.bias"] = Source(
+        rows[f"{mlp}.gate.weight"] = TensorSource((f"{mlp}.W_gate",), _transposed)
+        rows[f"{mlp}.input.bias"] = rows[f"{mlp}.gate.bias"] = TensorSource(
+            (b_in,), torch.zeros_like
+        )
+        rows[f"{mlp}.output.bias"] = TensorSource(
             (f"{mlp}.b_out", b_in, f"{mlp}.W_out"), lambda b_out, b_in, W_out: b_out + b_in @ W_out
         )
     return {**rows, **_norm_rows(weights)}
 
 
-def _norm_rows(weights: Mapping[str, Tensor]) -> Rows:
+def _norm_rows(weights: Mapping[str, Tensor]) -> SourceTable:
     """Return TransformerLens' keys for the gains and biases of our norms."""
     attn = "blocks.N.attn"
     mlp = "blocks.N.mlp"
-    rows = dict[str, str | Source]()
+    rows = dict[str, str | TensorSource]()
     norms = {"ln_embed": "embed.ln", "ln_final": "ln_final", f"{mlp}.ln": f"{mlp}.ln"}
     for name in ("ln1", "ln1_post", "ln2", "ln2_post"):
         norms[f"blocks.N.{name}"] = f"blocks.N.{name}"
@@ -204,8 +206,8 @@ def _norm_rows(weights: Mapping[str, Tensor]) -> Rows:
         # a tensor with their shape.
         like = f"{mlp}.b_in" if ours == f"{mlp}.ln" else f"{attn}.b_O"
         has = f"{theirs}.w".replace(".N.", ".0.") in weights
-        rows[f"{ours}.weight"] = f"{theirs}.w" if has else Source((like,), torch.ones_like)
-        rows[f"{ours}.bias"] = f"{theirs}.b" if has else Source((like,), torch.zeros_like)
+        rows[f"{ours}.weight"] = f"{theirs}.w" if has else TensorSource((like,), torch.ones_like)
+        rows[f"{ours}.bias"] = f"{theirs}.b" if has else TensorSource((like,), torch.zeros_like)
     return rows
 
 

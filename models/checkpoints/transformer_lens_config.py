@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hooks.base import storage, warn
-from models.checkpoints.huggingface.family import ACTIVATIONS, Attributes
+from models.checkpoints.huggingface.family import ACTIVATION_NAMES, Attributes
 from models.config import SHORTFORMER, TransformerConfig
 from models.files import read_object
 from models.rotary_scaling import RotaryScaling
@@ -218,9 +218,11 @@ def _mlp(attributes: Attributes) -> dict[str, Any]:
             name,
             "another activation in a gated MLP, because TransformerLens skips the product",
         )
-    activation = "solu" if name in ("solu", "solu_ln") else ACTIVATIONS.get(name)
+    activation = "solu" if name in ("solu", "solu_ln") else ACTIVATION_NAMES.get(name)
     if activation is None:
-        raise attributes.error("act_fn", name, f"one of solu, solu_ln, {', '.join(ACTIVATIONS)}")
+        raise attributes.error(
+            "act_fn", name, f"one of solu, solu_ln, {', '.join(ACTIVATION_NAMES)}"
+        )
     return {
         "mlp": "gated" if is_gated else "plain",
         "d_mlp": attributes.take("d_mlp", None) or 0,

@@ -104,7 +104,7 @@ class Context(NamedTuple):
             return self.kv_cache.layers[layer].append(self.start, k, v)
         if self.past is not None:
             old_k, old_v = self.past[layer]
-            return joined(old_k, k), joined(old_v, v)
+            return with_past(old_k, k), with_past(old_v, v)
         return k, v
 
     def to(self, device: torch.device) -> "Context":
@@ -439,7 +439,7 @@ def _tiled(value: Tensor, n: int) -> Tensor:
     return value if value.shape[0] == 1 else value.repeat(n, *[1] * (value.ndim - 1))
 
 
-def joined(old: Tensor, new: Tensor) -> Tensor:
+def with_past(old: Tensor, new: Tensor) -> Tensor:
     """Return past and new keys or values as one tensor.
 
     If the new rows are several copies of the past rows, the past is repeated too.

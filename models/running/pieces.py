@@ -2,7 +2,7 @@
 
 1. Inside `in_pieces`, the forward of each block is a `PieceByPiece`.
 2. It divides its arguments into pieces of positions. Each piece also reads the keys and values of
-   the earlier pieces (`divided`, and `models.attached.context` for attached models).
+   the earlier pieces (`divided_call`, and `models.attached.context` for attached models).
 3. It runs the block's own forward on one piece after the other, and joins the outputs. So values
    inside the block exist for one piece only.
 4. At the end of the `with`, the block gets its own forward back.
@@ -31,10 +31,10 @@ from hooks.base import (
 from models.running.context import Context
 from models.running.kvcache import KVCache, LayerCache
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call of a block, positional and by name."""
 
-Divide = Callable[[nn.Module, Call, int], Iterator[Call] | None]
+Divide = Callable[[nn.Module, Arguments, int], Iterator[Arguments] | None]
 """A function that divides a call of a block into calls for one piece each.
 
 It gets the block, its arguments and the largest number of positions of a piece. The result is None
@@ -143,7 +143,7 @@ def in_pieces(blocks: Iterable[nn.Module], n_positions: int, divide: Divide) -> 
                     forward.remove()
 
 
-def divided(block: nn.Module, call: Call, most: int) -> Iterator[Call] | None:
+def divided_call(block: nn.Module, call: Arguments, most: int) -> Iterator[Arguments] | None:
     """Return the calls of a block of a plain transformer for one piece each; see `Divide`.
 
     The result is None if the block got no `Context`, if one piece would have all positions, or if a
@@ -167,7 +167,7 @@ def divided(block: nn.Module, call: Call, most: int) -> Iterator[Call] | None:
     return _pieces_of(stream, context, layer=layer, most=most)
 
 
-def _pieces_of(stream: Tensor, context: Context, layer: int, most: int) -> Iterator[Call]:
+def _pieces_of(stream: Tensor, context: Context, layer: int, most: int) -> Iterator[Arguments]:
     """Yield the arguments of a block for one piece after the other.
 
     A cache contains the keys and values of earlier pieces. Each piece adds its keys and values.

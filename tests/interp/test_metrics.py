@@ -19,7 +19,7 @@ from interp import (
     rank,
 )
 from interp.inputs.token_positions import last_real
-from interp.measuring import evaluate, last_of, measure, per_run
+from interp.measuring import last_of, measure, metric_of_examples, per_run
 from tests.shipped import pydoc
 
 BATCH, POS, VOCAB = 3, 5, 11
@@ -229,7 +229,7 @@ def test_the_positions_that_a_metric_needs(logits):
     own.last = 2
     expected = logits.argmax(-1).gather(1, columns).sum(1).float()
     assert torch.equal(measure(own, logits, LEFT.flip(1)), expected)
-    assert evaluate(lambda x: x[:, 0, 0].half(), logits, BATCH).dtype == torch.float32
+    assert metric_of_examples(lambda x: x[:, 0, 0].half(), logits, BATCH).dtype == torch.float32
 
 
 def test_logits_at_the_last_positions_do_not_keep_the_others_in_memory(logits):

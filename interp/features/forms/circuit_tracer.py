@@ -13,7 +13,7 @@ from interp.features.dictionary import Dictionary
 from interp.features.forms.common import (
     Weights,
     known_fields,
-    require,
+    require_weights,
     tensors_of,
     whole_of,
     yaml_of,
@@ -71,7 +71,7 @@ def _of_layer(path: Path, layer: int, config: Mapping[str, Any], k: int | None) 
     weights = tensors_of(path)
     saved_k = weights.pop("k", None)
     more = weights.keys() & {"W_skip", "activation_function.threshold"}
-    require(weights, {"W_enc", "W_dec", "b_enc", "b_dec"} | more, path.stem)
+    require_weights(weights, {"W_enc", "W_dec", "b_enc", "b_dec"} | more, path.stem)
     reads, writes = (_last_part(config, end) for end in ("input", "output"))
     return Dictionary(
         W_enc=weights["W_enc"].T,
@@ -102,7 +102,7 @@ def read_cross_layer(folder: Path) -> CrossLayerTranscoder:
         # All layers have the same optional tensors.
         more = (layers[0] if layers else weights).keys() & {"threshold", "W_skip"}
         names = {"W_enc", "W_dec", "b_enc", "b_dec"} | more
-        require(weights, names, f"layer {layer}", across_layers=True)
+        require_weights(weights, names, f"layer {layer}", across_layers=True)
         layers.append(weights)
     return CrossLayerTranscoder(
         W_enc=[weights["W_enc"].T for weights in layers],

@@ -166,7 +166,7 @@ def _shown(value: Any) -> str:
     return "null" if value is None else f"{value!r:.60}"
 
 
-def require(
+def require_weights(
     weights: Mapping[str, Any],
     names: set[str],
     what: str,

@@ -23,7 +23,7 @@ from interp.features.forms.common import (
     json_of,
     known_fields,
     pickled,
-    require,
+    require_weights,
     tensors_of,
 )
 from interp.features.places import ours
@@ -89,7 +89,7 @@ def read_gemma_scope_2(folder: Path, *, names: Names = None) -> Crosscoder:
     for layer in range(n_files):
         weights = tensors_of(folder / f"params_layer_{layer}.safetensors")
         expected = {"w_enc", "w_dec", "b_enc", "b_dec", "threshold"}
-        require(weights, expected, f"params_layer_{layer}", across_layers=True)
+        require_weights(weights, expected, f"params_layer_{layer}", across_layers=True)
         if weights["w_dec"].shape[1] != n_files:
             raise ValueError(
                 f"w_dec of params_layer_{layer} must be [feature layer d_model] with {n_files} "
@@ -215,7 +215,7 @@ def _require(tensors: Mapping[str, Any], file: str) -> None:
         raise ValueError(f"{file} must contain tensors by name; got other values at {others}")
     floats = {name: tensor for name, tensor in tensors.items() if name not in whole}
     axes = {"encoder.weight": 3, "encoder.bias": 1, "decoder.weight": 3, "decoder.bias": 2}
-    require(floats, _WEIGHTS | (optional - whole), file, axes_of=axes)
+    require_weights(floats, _WEIGHTS | (optional - whole), file, axes_of=axes)
 
 
 def _code_norm(saved: Tensor | None, config: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from interp.features.forms.common import (
     known_fields,
     no_factor,
     pickled,
-    require,
+    require_weights,
     whole_of,
 )
 from interp.features.places import ours
@@ -120,7 +120,9 @@ def _dictionary(
     if kind not in _NAMES:
         raise ValueError(f"dict_class must be one of {', '.join(_NAMES)}; got {kind!r}")
     needed, optional = _NAMES[kind]
-    require(tensors, {"W_enc", "W_dec", "b_dec"} | needed | (tensors.keys() & optional), kind)
+    require_weights(
+        tensors, {"W_enc", "W_dec", "b_dec"} | needed | (tensors.keys() & optional), kind
+    )
     place = ours(trainer.get("submodule_name"))
     return Dictionary(
         W_enc=tensors["W_enc"],

@@ -6,7 +6,7 @@ from typing import Any
 
 from interp.features.activations import JumpReLU
 from interp.features.dictionary import Dictionary
-from interp.features.forms.common import json_of, known_fields, require, tensors_of
+from interp.features.forms.common import json_of, known_fields, require_weights, tensors_of
 from interp.features.places import ours
 
 # The end of the name of a repository, or of its folder in a cache such as
@@ -48,7 +48,7 @@ def read(
         "W_" + name[2:] if name.startswith("w_") else name: weight
         for name, weight in weights.items()
     }
-    require(weights, names, "params.npz")
+    require_weights(weights, names, "params.npz")
     kind, is_embedding, block = _facts_in_path(folder)
     if scale_embeddings is None:
         scale_embeddings = is_embedding
@@ -135,7 +135,9 @@ def read_2(folder: Path) -> Dictionary:
     if config.get("architecture") != "jump_relu":
         raise ValueError(f"architecture must be 'jump_relu'; got {config.get('architecture')!r}")
     skip = weights.keys() & {"affine_skip_connection"}
-    require(weights, {"w_enc", "w_dec", "b_enc", "b_dec", "threshold"} | skip, "config.json")
+    require_weights(
+        weights, {"w_enc", "w_dec", "b_enc", "b_dec", "threshold"} | skip, "config.json"
+    )
     if config.get("affine_connection", bool(skip)) != bool(skip):
         raise ValueError(
             f"affine_connection must be {str(bool(skip)).lower()}, because the weights have "

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from interp.features.activations import JumpReLU
 from interp.features.cross_layer import CrossLayerTranscoder
-from interp.features.forms.common import Weights, json_of, known_fields, require, tensors_of
+from interp.features.forms.common import Weights, json_of, known_fields, require_weights, tensors_of
 
 _READS = "pre_feedforward_layernorm"
 
@@ -37,7 +37,7 @@ def read(folder: Path) -> CrossLayerTranscoder:
         # All layers have the same optional tensor.
         skip = (layers[0] if layers else weights).keys() & {"affine_skip_connection"}
         names = {"w_enc", "w_dec", "b_enc", "b_dec", "threshold"} | skip
-        require(weights, names, f"params_layer_{layer}", across_layers=True)
+        require_weights(weights, names, f"params_layer_{layer}", across_layers=True)
         layers.append(weights | {"w_dec": _later_layers(weights["w_dec"], layer, n_layers)})
     W_skip = None
     if "affine_skip_connection" in layers[0]:

@@ -19,7 +19,7 @@ from interp.features.forms.common import (
     is_number,
     json_of,
     known_fields,
-    require,
+    require_weights,
     tensors_of,
 )
 from interp.features.places import ours
@@ -41,7 +41,7 @@ def read(folder: Path) -> Dictionary:
     """
     config = _config_of(folder / "hyperparams.json", {"jump_relu_threshold"})
     weights = tensors_of(folder / "checkpoints" / "final.safetensors")
-    require(weights, _WEIGHTS, "final.safetensors")
+    require_weights(weights, _WEIGHTS, "final.safetensors")
     norms = config.get("dataset_average_activation_norm") or {}
     factors = _factors(config, norms.get("in"), norms.get("out"))
     threshold = torch.full([len(weights["encoder.bias"])], float(config["jump_relu_threshold"]))
@@ -62,7 +62,7 @@ def read_r1(folder: Path) -> Dictionary:
         for name in [*weights]
         if name.startswith(start)
     }
-    require(weights, _WEIGHTS | {"log_jumprelu_threshold"}, "sae_weights.safetensors")
+    require_weights(weights, _WEIGHTS | {"log_jumprelu_threshold"}, "sae_weights.safetensors")
     ends = config["hook_point_in"], config.get("hook_point_out") or config["hook_point_in"]
     s_in, s_out = _factors(config, *map(norms.get, ends))
     by_length = config.get("sparsity_include_decoder_norm", True)

@@ -15,8 +15,8 @@ from interp.features.forms.common import (
     json_of,
     known_fields,
     no_factor,
-    require,
     require_types,
+    require_weights,
     tensors_of,
     whole_of,
 )
@@ -61,7 +61,7 @@ def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
     biases = {"b_gate", "r_mag", "b_mag"} if kind == "gated" else {"b_enc"}
     thresholds = weights.keys() & {"threshold", "log_threshold", "topk_threshold"}
     norm, norm_factor = _norm(config, norm_factor)
-    require(weights, {"W_enc", "W_dec", "b_dec"} | biases | skip | thresholds, kind)
+    require_weights(weights, {"W_enc", "W_dec", "b_dec"} | biases | skip | thresholds, kind)
     b_enc = torch.zeros_like(weights["W_enc"][0]) if kind == "gated" else weights["b_enc"]
     W_enc = weights["W_enc"] * norm_factor
     W_dec = weights["W_dec"] / norm_factor
@@ -110,7 +110,7 @@ def _matching_pursuit(
     its decoder.
     """
     norm, _ = _norm(config, norm_factor)
-    require(weights, {"W_dec", "b_dec"} | weights.keys() & {"W_enc"}, "matching_pursuit")
+    require_weights(weights, {"W_dec", "b_dec"} | weights.keys() & {"W_enc"}, "matching_pursuit")
     b_dec = weights["b_dec"]
     return MatchingPursuit(
         W_dec=weights["W_dec"],

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from interp.features.activations import TopK
 from interp.features.dictionary import Dictionary
 from interp.features.forms import dictionary_learning
-from interp.features.forms.common import BY_HAND, json_of, pickled, require, whole_of
+from interp.features.forms.common import BY_HAND, json_of, pickled, require_weights, whole_of
 from interp.features.places import ours
 
 _STATISTICS = {"stats_last_nonzero", "latents_activation_frequency", "latents_mean_square"}
@@ -75,7 +75,9 @@ def _openai(path: Path, content: dict[str, Any]) -> Dictionary:
     weights = {
         name: weight for name, weight in content.items() if name not in _STATISTICS | _ACTIVATION
     }
-    require(weights, {"pre_bias", "latent_bias", "encoder.weight", "decoder.weight"}, path.name)
+    require_weights(
+        weights, {"pre_bias", "latent_bias", "encoder.weight", "decoder.weight"}, path.name
+    )
     plain: dict[str, nn.Module] = {"ReLU": nn.ReLU(), "Identity": nn.Identity()}
     is_top_k = (
         kind == "TopK" and state.keys() == {"k", "postact_fn"} and state["postact_fn"] in [*plain]
@@ -125,7 +127,7 @@ def _hook_z(path: Path, content: dict[str, Any], k: int | None) -> Dictionary:
     `b_dec` is subtracted from the input. The point is in the file `<name>_cfg.json` in the same
     folder, or in the name of the file, as in `gpt2-small_L5_Hcat_z_lr1.20e-03.pt`.
     """
-    require(content, {"W_enc", "W_dec", "b_enc", "b_dec"}, path.name)
+    require_weights(content, {"W_enc", "W_dec", "b_enc", "b_dec"}, path.name)
     if k is not None:
         raise ValueError(f"k must be None for {path.name}, which has a ReLU; got {k}")
     beside = path.with_name(f"{path.stem}_cfg.json")
@@ -152,7 +154,7 @@ def _qwen_scope(path: Path, content: dict[str, Any], k: int | None) -> Dictionar
     """Return a dictionary of Qwen Scope, `layer7.sae.pt`: top-k features of the stream after a
     block.
     """
-    require(content, {"W_enc", "W_dec", "b_enc", "b_dec"}, path.name)
+    require_weights(content, {"W_enc", "W_dec", "b_enc", "b_dec"}, path.name)
     if k is None:
         raise ValueError(
             f"{path.name} does not contain the number of active features: give k=, the number "
@@ -179,7 +181,7 @@ def _goodfire(path: Path, content: dict[str, Any]) -> Dictionary:
         "encoder_linear.bias",
         "decoder_linear.bias",
     )
-    require(content, {*names}, path.name)
+    require_weights(content, {*names}, path.name)
     W_enc, W_dec, b_enc, b_dec = (content[name] for name in names)
     return Dictionary(
         W_enc=W_enc.T,

@@ -5,7 +5,7 @@ from pathlib import Path
 from hooks.base import require_choice
 from interp.features.activations import GroupMax, TopK
 from interp.features.dictionary import Dictionary
-from interp.features.forms.common import json_of, known_fields, require, tensors_of
+from interp.features.forms.common import json_of, known_fields, require_weights, tensors_of
 from interp.features.places import ours
 
 
@@ -24,7 +24,9 @@ def read(folder: Path, *, transcodes: bool | None = None) -> Dictionary:
     config = known_fields(json_of(folder / "cfg.json"), "cfg.json of sparsify")
     weights = tensors_of(folder / "sae.safetensors")
     skip = weights.keys() & {"W_skip"}
-    require(weights, {"encoder.weight", "encoder.bias", "W_dec", "b_dec"} | skip, "cfg.json")
+    require_weights(
+        weights, {"encoder.weight", "encoder.bias", "W_dec", "b_dec"} | skip, "cfg.json"
+    )
     if "k" not in config:
         raise ValueError("cfg.json of sparsify must contain k; it does not")
     kinds = {"topk": TopK, "groupmax": GroupMax}

@@ -13,7 +13,7 @@ from interp.features.forms.common import (
     Weights,
     is_number,
     pickled,
-    require,
+    require_weights,
     tensors_of,
     whole_of,
     yaml_of,
@@ -66,7 +66,7 @@ def built(
         weights: the tensors.
         norm: the norm of the input.
         factor: the factor by which the input is multiplied. It becomes a part of the weights.
-        place: the keywords of `Origin`.
+        place: the keywords of `DictionaryOrigin`.
 
     Raises:
         ValueError: if a tensor or a number is missing or wrong.
@@ -79,7 +79,7 @@ def built(
         for name in _MAPS:
             prefix = f"attn_layers.{layer}.{name}"
             names |= {f"{prefix}.weight", f"{prefix}.bias"}
-    require(weights, names, "a temporal dictionary")
+    require_weights(weights, names, "a temporal dictionary")
     W_dec, b_dec = weights["W_dec"], weights["b_dec"]
     n_heads = whole_of("n_heads", config.get("n_heads", 8))
     layers: list[ContextAttention] = []

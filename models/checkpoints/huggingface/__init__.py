@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hooks.base import hooks_of, require_choice, require_module, storage, whole
 from hooks.shared import is_foreign
 from models.adapters import AdaptedMap, adapted_maps, weights_without_adapters
-from models.checkpoints.assemble import DTYPES, Reader, Source, assemble, end_tokens
+from models.checkpoints.assemble import DTYPES, Reader, TensorSource, assemble, end_tokens
 from models.checkpoints.huggingface.families import FAMILIES
 from models.checkpoints.huggingface.family import Attributes, Family
 from models.checkpoints.huggingface.quantized import KEY, dequantized, require_fp8, require_plain
@@ -226,7 +226,7 @@ def from_memory(
 
 
 def _add_adapters(
-    transformer: Transformer, table: Mapping[str, Source], adapted: Mapping[str, AdaptedMap]
+    transformer: Transformer, table: Mapping[str, TensorSource], adapted: Mapping[str, AdaptedMap]
 ) -> None:
     """Give each sublayer of a view the adapted map of its output, `adapter`, if there is one.
 

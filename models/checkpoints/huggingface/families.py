@@ -14,8 +14,8 @@ from models.checkpoints.huggingface.family import (
     SLIDING,
     Attributes,
     Family,
-    rotary,
     rotary_by_kind,
+    rotary_fields,
 )
 from models.config import TransformerConfig
 
@@ -89,7 +89,7 @@ def _neo(attributes: Attributes, fields: Fields) -> dict[str, Any]:
 def _neox(attributes: Attributes, fields: Fields) -> dict[str, Any]:
     """Return the rotary fields of GPT-NeoX, which has other names for two attributes."""
     spelled = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-    return rotary(
+    return rotary_fields(
         attributes, attributes.take("max_position_embeddings", 2048), spelled, fraction=0.25
     )
 
@@ -117,8 +117,8 @@ def _opt(attributes: Attributes, fields: Fields) -> dict[str, Any]:
 
 def _llama(attributes: Attributes, fields: Fields) -> dict[str, Any]:
     """Return the rotary fields of a family that rotates whole heads."""
-    positions = rotary(attributes, attributes.need("max_position_embeddings"))
-    attributes.require_whole(positions["rotary_fraction"])
+    positions = rotary_fields(attributes, attributes.need("max_position_embeddings"))
+    attributes.require_all_rotated(positions["rotary_fraction"])
     return positions
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from models.checkpoints.assemble import Source, expanded
+from models.checkpoints.assemble import TensorSource, expanded
 from models.config import TransformerConfig
 from models.rotary_scaling import RotaryBase, RotaryScaling
 
 _DATA = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
-ACTIVATIONS: Mapping[str, str] = _DATA["activations"]
+ACTIVATION_NAMES: Mapping[str, str] = _DATA["activations"]
 # Attributes that do not affect the function from tokens to logits.
 IDLE = frozenset(" ".join(_DATA["idle"].values()).split())
 # Attributes of any family, with the values that can be expressed.
@@ -92,20 +92,20 @@ class Family:
         fields["dropout"] = attributes.dropout(facts["dropout"]) if "dropout" in facts else 0.0
         return TransformerConfig(**fields | self.more(attributes, fields))
 
-    def table(self, config: TransformerConfig, keys: Collection[str]) -> dict[str, Source]:
+    def table(self, config: TransformerConfig, keys: Collection[str]) -> dict[str, TensorSource]:
         """Return the source of each parameter in a file.
 
         Args:
             config: the config of the model.
             keys: the keys of the file, which show how it spells them.
         """
-        rows: dict[str, str | Source] = {}
+        rows: dict[str, str | TensorSource] = {}
         for ours, theirs in self.facts["rows"].items():
             if isinstance(theirs, dict):
                 convert = self.converters[theirs["convert"]](config)
-                rows[ours] = Source(tuple(theirs["keys"]), convert)
+                rows[ours] = TensorSource(tuple(theirs["keys"]), convert)
             else:
-                rows[ours] = theirs if isinstance(theirs, str) else Source(tuple(theirs))
+                rows[ours] = theirs if isinstance(theirs, str) else TensorSource(tuple(theirs))
         return expanded(rows, config, keys=keys, spelled=lambda key: self._spelled(key, keys))
 
     def is_ignored(self, key: str) -> bool:
@@ -186,9 +186,9 @@ class Attributes:
             ValueError: if the activation is not supported.
         """
         value = self.take(name, default)
-        if str(value) not in ACTIVATIONS:
-            raise self.error(name, value, f"one of {', '.join(ACTIVATIONS)}")
-        return ACTIVATIONS[value]
+        if str(value) not in ACTIVATION_NAMES:
+            raise self.error(name, value, f"one of {', '.join(ACTIVATION_NAMES)}")
+        return ACTIVATION_NAMES[value]
 
     def dropout(self, defaults: Mapping[str, float]) -> float:
         """Return the dropout probability that several attributes share, given their defaults.
@@ -208,7 +208,7 @@ class Attributes:
         """
         return ValueError(f"{name} must be {rule}; got {value!r}")
 
-    def require_whole(self, fraction: float) -> None:
+    def require_all_rotated(self, fraction: float) -> None:
         """Require that all dimensions of a head are rotated.
 
         Raises:
@@ -243,7 +243,7 @@ class Attributes:
             )
 
 
-def rotary(
+def rotary_fields(
     attributes: Attributes,
     n_ctx: int,
     spelled: Mapping[str, str] | None = None,
@@ -307,7 +307,7 @@ def rotary_by_kind(
             )
         stated.setdefault("rope_theta", theta)
         part = _rotary_fields(attributes, stated, n_ctx=n_ctx)
-        attributes.require_whole(part["rotary_fraction"])
+        attributes.require_all_rotated(part["rotary_fraction"])
         parts.append(part)
     if by_kind:
         raise attributes.error("rope_parameters", by_kind, f"by {' and '.join(KINDS)}")

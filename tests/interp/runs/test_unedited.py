@@ -6,7 +6,7 @@ import torch
 from hooks import HookedRunner
 from interp.metrics import log_prob
 from interp.protocol import of
-from interp.runs.rows import Batch, Job
+from interp.runs.rows import Batch, EditedRun
 from interp.runs.unedited import Unedited
 from tests.reference import some_tokens, variant
 
@@ -15,7 +15,9 @@ LAYERS = 5
 
 def unedited(model, keep):
     text = of(model).to_tokens(some_tokens())
-    return Unedited(HookedRunner(model), Batch(text, log_prob(3)), [Job(0, [], pos=1)], keep=keep)
+    return Unedited(
+        HookedRunner(model), Batch(text, log_prob(3)), [EditedRun(0, [], pos=1)], keep=keep
+    )
 
 
 @torch.no_grad()
