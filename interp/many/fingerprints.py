@@ -2,19 +2,23 @@
 
 1. A value is pickled, without references to earlier objects, so that equal values have equal bytes.
 2. Tensors are hashed by their numbers, and dictionaries and sets in a sorted order. Modules are
-   hashed by their config, their weights and buffers, and those attributes that are values: numbers,
-   texts, tensors, functions without captured values, and containers and dataclasses of these.
+   hashed by their config, their weights and buffers, the parts that are spliced in, and those
+   attributes that are values: numbers, texts, tensors, functions without captured values, and
+   containers and dataclasses of these.
    Private attributes are hashed if they are numbers or texts.
 3. A function of `hooks`, `models` and `interp` is hashed by its name. Other functions are hashed by
    their code, their defaults and the values that they have captured. Global variables that a
    function reads are not hashed.
 """
 
+import functools
 import hashlib
 import io
 import pickle
+import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
@@ -24,6 +28,7 @@ from torch import Tensor, nn
 
 from hooks import __version__
 from hooks.base import config_hash, shown, weights_hash
+from hooks.shared import parts_of
 
 _OURS = ("hooks", "models", "interp")
 _HASHED_BY_REPR = (bool, int, float, str, type(None))
@@ -51,6 +56,19 @@ def fingerprint(what: str, value: Any) -> str:
             f"hash; got {shown(value)} ({error})"
         ) from None
     return hashlib.sha256(file.getvalue()).hexdigest()[:32]
+
+
+def is_of_user(value: Any) -> bool:
+    """Return whether a function or a class is from the user's own code.
+
+    Other functions are from Python, from this package or from an installed package.
+    """
+    while isinstance(value, functools.partial):
+        value = value.func
+    name = str(getattr(value, "__module__", ""))
+    file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+    is_installed = {"site-packages", "dist-packages"} & {*file.parts}
+    return not is_installed and name.partition(".")[0] not in (*_OURS, *sys.stdlib_module_names)
 
 
 class _Hasher(pickle.Pickler):
@@ -123,7 +141,9 @@ def _module(module: nn.Module) -> tuple[Any, ...]:
                 values[key] = buffer
         described = {key: _attribute(value) for key, value in values.items()}
         attributes.append((name, type(part).__qualname__, sorted(described.items())))
-    return "module", config_hash(module), weights_hash(module, whole=True), attributes
+    # Parts that are spliced in, such as dictionaries, are not modules inside the model.
+    parts = sorted((name, _module(part)) for name, part in parts_of(module).items())
+    return "module", config_hash(module), weights_hash(module, whole=True), attributes, parts
 
 
 def _attribute(value: Any) -> Any:

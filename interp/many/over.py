@@ -12,14 +12,19 @@ from typing import Any
 
 from torch import nn
 
-from hooks.base import Texts, is_fully_sharded, shown, shows_progress
+from hooks import HookError
+from hooks.base import Texts, hooks_of, is_fully_sharded, shown, shows_progress
+from hooks.shared import is_foreign
 from interp.features.evaluation import evaluate_sae
 from interp.many import decisions
 from interp.many.division import read_examples, whole_call
+from interp.many.fingerprints import is_of_user
 from interp.many.passes import Passes
 from interp.pairs.pairs import Pairs
+from interp.protocol import runner_of
 from interp.reading.maxima import max_activating
 from interp.store.engines import Model, loaded, require_executor
+from interp.store.rows import edited_points
 from interp.store.streaming import statistics
 
 _OF_LISTS = (evaluate_sae, max_activating, statistics)
@@ -91,7 +96,9 @@ def over_examples(
             sharded model (FSDP) gets `shard` or an executor. Errors of the analysis have a note
             with the part.
         TypeError: if the executor has no `submit`, or the analysis returns another kind of result.
-        HookError: if a worker dies. The error names the part, and the same call repeats it.
+        HookError: if a worker dies. The error names the part, and the same call repeats it. Also if
+            edits are active and there is an executor or `out`, because workers and later calls do
+            not have them; or if the model has PyTorch hooks of your own and there is `out`.
 
     >>> from functools import partial
     >>> from interp import Pairs, activation_patching
@@ -109,6 +116,7 @@ def over_examples(
     analysis, options = _without_partial(analysis, options)
     model = loaded(make_model)
     _require_all_parts(model, executor, shard)
+    _require_no_hooks(model, executor, out)
     all_examples = whole_call(
         analysis,
         model,
@@ -157,6 +165,27 @@ def _require_all_parts(model: nn.Module, executor: Any, shard: tuple[int, int] |
             "a fully sharded model (FSDP) runs in all of its processes together, so each process "
             "must run all parts; got shard= or executor=: leave them out"
         )
+
+
+def _require_no_hooks(model: nn.Module, executor: Any, out: str | os.PathLike[str] | None) -> None:
+    """Check that parts do not depend on hooks that workers or later calls do not have.
+
+    Raises:
+        HookError: if edits are active, or if the model has hooks of the user and parts are stored.
+    """
+    if (executor is not None or out is not None) and (edited := edited_points(runner_of(model))):
+        raise HookError(
+            "parts on an executor, and parts that are stored, must have no active edits, because "
+            f"workers and later calls do not have them; got an edit at {edited[0]}: leave out "
+            "executor= and out=, or edit inside of a function of your own"
+        )
+    for name, module in model.named_modules() if out is not None else ():
+        if any(is_foreign(hook) and is_of_user(hook) for hook in hooks_of(module)):
+            raise HookError(
+                "a model whose parts are stored must have no hooks of your own, because a later "
+                f"call finds parts without comparing hooks; got a hook on {name or 'the model'}: "
+                "remove it, or leave out out="
+            )
 
 
 def _without_partial(

@@ -141,6 +141,12 @@ def by_token(runner: HookedRunner, names: Selector) -> list[str]:
     return points
 
 
+def edited_points(runner: HookedRunner) -> list[str]:
+    """Return the names of the points of a model at which edits are active."""
+    changed = {module for module, _ in edits_in_force()}
+    return [name for name, at in runner.points.items() if at.module in changed]
+
+
 def identity(model: nn.Module) -> dict[str, Any]:
     """Return facts that identify a model: the name of its class, and hashes.
 
@@ -169,8 +175,7 @@ class RowReader:
     def __init__(self, model: nn.Module, names: Selector, settings: Settings) -> None:
         self.model = model
         self.runner = runner_of(model)
-        changed = {module for module, _ in edits_in_force()}
-        if edited := [name for name, at in self.runner.points.items() if at.module in changed]:
+        if edited := edited_points(self.runner):
             raise HookError(
                 "a store must contain the values of the model without edits, because edits are not "
                 f"recorded; got an edit at {edited[0]}"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hooks import HookError
+from hooks import HookedRunner, HookError
 from interp import (
     Pairs,
     activation_patching,
@@ -31,7 +31,7 @@ from interp import (
     path_patching,
     sweep,
 )
-from interp.features import Dictionary, TopK
+from interp.features import Dictionary, TopK, splice
 from interp.graph import Graph, circuits
 from interp.many.fingerprints import fingerprint
 from interp.store import Ray, statistics
@@ -367,6 +367,32 @@ def test_the_hash_of_a_module_depends_on_its_attributes():
     same = Scaled()
     same._cache = [3]
     assert fingerprint("a module", same) == hashes[-1]
+
+
+def test_hooks_that_stored_parts_would_ignore_are_errors(tmp_path):
+    model = make_model()
+    over = partial(over_examples, activation_patching, model, PAIRS, "z", at_once=AT_ONCE)
+    with HookedRunner(model).hooks({"blocks.0.mlp_out": edits.zero()}):
+        require_equal(over(), activation_patching(model, PAIRS, "z"))
+        with ThreadPoolExecutor(1) as threads:
+            for options in ({"out": tmp_path}, {"executor": threads}):
+                with pytest.raises(HookError, match="got an edit at blocks.0.mlp_out"):
+                    over(**options)
+    handle = model.blocks[1].mlp.register_forward_hook(lambda mlp, args, output: 2 * output)
+    require_equal(over(), activation_patching(model, PAIRS, "z"))
+    with pytest.raises(HookError, match=r"got a hook on blocks\.1\.mlp:"):
+        over(out=tmp_path)
+    handle.remove()
+    # The points of a dictionary that is spliced in belong to the model.
+    hashes = set()
+    for scale in (1.0, 2.0):
+        dictionary = random_dictionary()
+        dictionary.W_dec.data.mul_(scale)
+        with splice(model, {POINT: dictionary}):
+            spliced = over(out=tmp_path)
+            require_equal(spliced, activation_patching(model, PAIRS, "z"))
+        hashes |= {path.name for path in tmp_path.glob("part-*")}
+    assert len(hashes) == 6
 
 
 def test_shards_are_joined_by_a_later_call(model, tmp_path):
