@@ -1,6 +1,7 @@
 """The layout of the project: import directions, public names, what an import costs."""
 
 import ast
+import collections
 import functools
 import importlib
 import inspect
@@ -88,6 +89,42 @@ def test_no_name_hides_a_module():
         *package, name = path.relative_to(ROOT).with_suffix("").parts
         found = getattr(importlib.import_module(".".join(package)), name, None)
         assert found is None or name.startswith("__") or inspect.ismodule(found), path
+
+
+# Both definitions of these names mean the same.
+TWICE = {
+    "Sizes": "`interp` imports nothing from `models`, so it describes the sizes that it needs.",
+    "logits_of": "`interp` imports nothing from `models`, and any model may return an output.",
+    "divided_call": "The block of a plain transformer, and the block of an attached model.",
+    "effects": "The same numbers, drawn by matplotlib.",
+    "curves": "The same numbers, drawn by matplotlib.",
+}
+
+
+def module_of(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def defined(path):
+    """Yield the public names that a module defines. A name of one letter is a type variable."""
+    for node in nodes_of(path)[0].body:
+        targets = getattr(node, "targets", None) or [getattr(node, "target", node)]
+        names = [getattr(target, "id", getattr(target, "name", "_")) for target in targets]
+        yield from (name for name in names if len(name) > 1 and not name.startswith("_"))
+
+
+def test_a_name_has_one_meaning():
+    """A type, or another name that modules import from two places, is defined once."""
+    homes = collections.defaultdict(set)
+    for path in MODULES:
+        for name in defined(path):
+            homes[name].add(module_of(path))
+    imports = {name for path in MODULES for name in imported(path)}
+    for name in homes.keys() - TWICE.keys():
+        is_type = name[0].isupper() and not name.isupper()
+        used = [home for home in homes[name] if is_type or f"{home}.{name}" in imports]
+        assert len(used) < 2, f"{name} has two meanings: {sorted(used)}"
+    assert all(len(homes[name]) == 2 for name in TWICE)
 
 
 PRIVATE = {

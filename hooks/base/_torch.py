@@ -43,7 +43,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 P = ParamSpec("P")
-Result = TypeVar("Result")
+R = TypeVar("R")
 
 
 class Identity(nn.Module):
@@ -355,7 +355,7 @@ def compiled_forms(module: nn.Module) -> list[nn.Module]:
     return [wrapper for wrapper in wrappers if uncompiled(wrapper) is module]
 
 
-def compiled(function: Callable[P, Result], **options: Any) -> Callable[P, Result]:
+def compiled(function: Callable[P, R], **options: Any) -> Callable[P, R]:
     """Return a compiled copy of a function, which shares no compiled code with other copies.
 
     PyTorch stores compiled code by the code object of a function, and does not compare hooks before
@@ -373,7 +373,7 @@ def compiled(function: Callable[P, Result], **options: Any) -> Callable[P, Resul
     failure = sys.modules["torch._dynamo"].exc.TorchDynamoException
 
     @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return run(*args, **kwargs)
         except failure as error:
@@ -392,7 +392,7 @@ def keep_in_place(tensor: Tensor) -> None:
     sys.modules["torch._dynamo"].mark_static_address(tensor)
 
 
-def traced_as_constant(function: Callable[..., Result]) -> Callable[..., Result]:
+def traced_as_constant(function: Callable[..., R]) -> Callable[..., R]:
     """Make torch.compile call `function` during tracing and treat the result as a constant.
 
     `torch.compiler.assume_constant_result` sets the same mark, but it also imports the compiler.
@@ -478,7 +478,7 @@ def _as_written(signature: inspect.Signature) -> list[str]:
     return names
 
 
-def explains_calls(function: Callable[P, Result]) -> Callable[P, Result]:
+def explains_calls(function: Callable[P, R]) -> Callable[P, R]:
     """Return a function whose error for unknown or missing arguments explains how to call it.
 
     >>> explains_calls(lambda x, *, scale=1.0: x)(3, scales=2.0)
@@ -487,7 +487,7 @@ def explains_calls(function: Callable[P, Result]) -> Callable[P, Result]:
     """
 
     @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except TypeError as error:
@@ -497,7 +497,7 @@ def explains_calls(function: Callable[P, Result]) -> Callable[P, Result]:
     return run
 
 
-def without_gradients(function: Callable[P, Result]) -> Callable[P, Result]:
+def without_gradients(function: Callable[P, R]) -> Callable[P, R]:
     """Return a function that runs with gradients off, as under `torch.no_grad()`.
 
     A keyboard interrupt at any moment cannot leave gradients off: they are switched off inside a
@@ -506,7 +506,7 @@ def without_gradients(function: Callable[P, Result]) -> Callable[P, Result]:
     """
 
     @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
         before = torch.is_grad_enabled()
         try:
             torch._C._set_grad_enabled(False)
@@ -520,7 +520,7 @@ def without_gradients(function: Callable[P, Result]) -> Callable[P, Result]:
     return run
 
 
-def peak_bytes(run: Callable[[], Result]) -> tuple[Result, int]:
+def peak_bytes(run: Callable[[], R]) -> tuple[R, int]:
     """Return the result of `run()` and its peak memory in bytes.
 
     Only tensors that `run` creates count. The peak is the largest number of bytes of tensors that

@@ -26,8 +26,6 @@ from models.checkpoints.gguf_file import GGUFFile
 from models.config import TransformerConfig
 from models.rotary_scaling import RotaryBase, RotaryScaling
 
-Fields = Mapping[str, Any]
-
 
 @dataclass(frozen=True)
 class Architecture:
@@ -58,7 +56,7 @@ class Architecture:
         note: a remark for people who read the table. No code uses it.
     """
 
-    fields: Fields = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
     root_scale: bool = False
     largest: int = 0
     tensors: Mapping[str, list[str]] = field(default_factory=dict)
@@ -67,10 +65,10 @@ class Architecture:
     window_theta: float = 0.0
     windows_scaled: bool = True
     folded: Mapping[str, list[Any]] = field(default_factory=dict)
-    only: Fields = field(default_factory=dict)
+    only: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
 
-    def from_sizes(self, sizes: Fields) -> dict[str, float]:
+    def from_sizes(self, sizes: Mapping[str, Any]) -> dict[str, float]:
         """Return the fields of our config that this architecture computes from its sizes.
 
         They are the scale of embeddings and the scale of dot products.
@@ -89,7 +87,7 @@ KEYS: Mapping[str, str] = _DATA["keys"]
 TOP_TENSORS: Mapping[str, str] = _DATA["top"]
 BLOCK_TENSORS: Mapping[str, list[str]] = _DATA["block"]
 QKV_APART = ("attn_q", "attn_k", "attn_v")
-ONLY: Fields = _DATA["only"]
+ONLY: Mapping[str, Any] = _DATA["only"]
 WITHOUT_EFFECT = frozenset(_DATA["without_effect"])
 BEYOND: Mapping[str, list[str]] = _DATA["beyond"]
 READ_BY_TRANSFORMERS: list[str] = _DATA["read_by_transformers"]
@@ -168,7 +166,7 @@ def _sizes(keys: dict[str, Any], file: GGUFFile) -> dict[str, Any]:
 
 
 def _rotary(
-    keys: dict[str, Any], file: GGUFFile, architecture: Architecture, sizes: Fields
+    keys: dict[str, Any], file: GGUFFile, architecture: Architecture, sizes: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the rotary fields of our config, and remove their keys."""
     fields = {
