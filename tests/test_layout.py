@@ -282,6 +282,16 @@ def test_help_shows_an_example_and_the_result(module):
             assert "\nReturns:\n" in shown or "\nYields:\n" in shown, name
 
 
+def test_the_reference_page_lists_every_public_name():
+    page = (ROOT / "examples" / "guides" / "reference.md").read_text()
+    sections = dict(section.split("\n", 1) for section in page.split("\n## ")[1:])
+    assert sections.keys() == {*PUBLIC, *FACES.split(), "interp.graph"}
+    for module, section in sections.items():
+        names = sorted(re.findall("`(\\w+)`", section))
+        assert names == sorted(importlib.import_module(module).__all__), module
+        assert f"\n::: {module}\n" in section
+
+
 # A config has a field for each difference between architectures.
 LONG = {"TransformerConfig"}
 
