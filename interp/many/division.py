@@ -3,8 +3,9 @@
 1. The model reads all examples once, so that every part has the same columns.
 2. Part n contains the examples from n * at_once on. A metric with a token for each example, and
    arguments that `by_example` names, are divided in the same way.
-3. A metric of the user's own must return equal numbers for examples with equal logits. Otherwise it
-   contains data of single examples, and needs a method `rows`.
+3. A metric of the user's own must return equal numbers for examples with equal logits, whatever the
+   logits of other examples are. Otherwise it contains data of single examples, and needs a method
+   `rows`, or it compares examples.
 """
 
 import copy
@@ -274,10 +275,12 @@ def _own_metric(
 
 @without_gradients
 def _require_divisible(metric: Metric, model: nn.Module, text: Text, at_once: int) -> None:
-    """Check that a metric contains no data of single examples.
+    """Check that a metric contains no data of single examples, and compares no examples.
 
-    All examples get the logits of the first example. Then a metric without data of examples returns
-    equal numbers for all examples, and for the examples of a part.
+    1. All examples get the logits of the first example. Then a metric without data of examples
+       returns equal numbers for all examples, and for the examples of a part.
+    2. One example of a part keeps these logits, and the others get other logits; then the other way
+       round. The examples with the same logits must keep their number.
 
     Raises:
         ValueError: if the numbers differ, or the metric does not accept a part.
@@ -290,9 +293,7 @@ def _require_divisible(metric: Metric, model: nn.Module, text: Text, at_once: in
     cause = None
     try:
         values = [metric(logits.expand(size, -1, -1)) for size in (n, at_once)]
-        is_divisible = [*map(len, values)] == [n, at_once] and all(
-            torch.allclose(part.double(), values[0][0].double(), rtol=1e-4) for part in values
-        )
+        is_divisible = [*map(len, values)] == [n, at_once] and _are_close(values, values[0][0])
     except (IndexError, RuntimeError, ValueError, TypeError) as error:
         is_divisible, cause = False, error
     if not is_divisible:
@@ -300,3 +301,18 @@ def _require_divisible(metric: Metric, model: nn.Module, text: Text, at_once: in
             "a metric with data of single examples must have a method rows(numbers), which returns "
             f"the metric of some examples, so that it can be divided; got {metric!r}"
         ) from cause
+    is_first = torch.arange(min(n, max(2, at_once)), device=logits.device) == 0
+    for is_same in (is_first, ~is_first):
+        # Half of the logits, at other tokens, also have another sum and another maximum.
+        mixed = torch.where(is_same[:, None, None], logits, logits.roll(1, -1) / 2)
+        if not _are_close([metric(mixed)[is_same]], values[0][0]):
+            raise ValueError(
+                "a metric must compute the number of an example from the logits of this example, "
+                f"so that it can be divided; the numbers of {metric!r} depend on other examples: "
+                "compare examples in the joined result"
+            )
+
+
+def _are_close(values: Sequence[Tensor], expected: Tensor) -> bool:
+    """Return whether all numbers of a metric are equal to an expected number, up to rounding."""
+    return all(torch.allclose(part.double(), expected.double(), rtol=1e-4) for part in values)

@@ -54,6 +54,11 @@ def over_examples(
     `evaluate_sae`, and the analyses with `steps="auto"`, decide something from all examples. They
     run several passes over the parts.
 
+    The value of an example must depend on this example only. A metric that compares examples raises
+    an error. Nothing checks an analysis of your own, or a function as an edit: if it compares
+    examples, or contains numbers for rows of the batch, its numbers in parts are others than in one
+    call.
+
     The model is also loaded in this process, which reads all texts. Therefore all parts have the
     columns of all examples.
 
@@ -91,10 +96,10 @@ def over_examples(
     Raises:
         ValueError: if there are no examples; if a function of your own decides something from all
             examples, such as `steps="auto"`, or selects labels from the examples; if a metric
-            contains data of single examples and cannot be divided; if there are fewer parts than
-            shards; if a shard has not finished its parts; if the executor forks; or if a fully
-            sharded model (FSDP) gets `shard` or an executor. Errors of the analysis have a note
-            with the part.
+            contains data of single examples and cannot be divided, or compares examples; if there
+            are fewer parts than shards; if a shard has not finished its parts; if the executor
+            forks; or if a fully sharded model (FSDP) gets `shard` or an executor. Errors of the
+            analysis have a note with the part.
         TypeError: if the executor has no `submit`, or the analysis returns another kind of result.
         HookError: if a worker dies. The error names the part, and the same call repeats it. Also if
             edits are active and there is an executor or `out`, because workers and later calls do

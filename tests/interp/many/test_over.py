@@ -460,6 +460,15 @@ def test_what_depends_on_all_examples_is_an_error():
             activation_patching,
             examples=PAIRS.measured_by(lambda logits: logits[:, -1, tokens].diagonal()),
         )
+    # The first metric is 0 in a batch of equal logits, and the others have equal numbers.
+    for function in (
+        lambda logits: logits[:, -1, 3] - logits[0, -1, 3],
+        lambda logits: logits[:, -1, 3] - logits[:, -1, 3].mean(),
+        lambda logits: logits[:, -1].logsumexp(-1).softmax(0) * len(logits),
+    ):
+        for size in (1, AT_ONCE):
+            with pytest.raises(ValueError, match="the numbers of .* depend on other examples"):
+                over(activation_patching, examples=PAIRS.measured_by(function), at_once=size)
     with pytest.raises(ValueError, match="call normalized"):
         over(lambda model, pairs: activation_patching(model, pairs, "z").normalized())
     with pytest.raises(TypeError, match="must return one of Result, .*; got 3"):
