@@ -17,6 +17,7 @@ from hooks.base import (
     HintsAtNames,
     Index,
     explains_calls,
+    number_of,
     require_device,
     require_room,
     shown,
@@ -67,7 +68,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
     >>> model = nn.Sequential(HookPoint("batch d_model"), nn.ReLU()).eval()
     >>> _, cache = HookedRunner(model).run_with_cache(torch.tensor([[-2.0, 3.0]]))
     >>> cache
-    ActivationCache of 1 values, 8 bytes
+    ActivationCache of 1 value, 8 bytes
       0  float32 [1, 2]  batch d_model
     >>> cache.at(d_model=1)["0"]
     tensor([3.])
@@ -516,7 +517,9 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
     def __repr__(self) -> str:
         table = names.lines_by_layer({name: self._describe(name) for name in self}, limit=39)
         skipped = f", {len(self.skipped)} skipped" if self.skipped else ""
-        title = f"ActivationCache of {len(self)} values, {self.nbytes:,} bytes{skipped}"
+        title = (
+            f"ActivationCache of {number_of(len(self), 'value')}, {self.nbytes:,} bytes{skipped}"
+        )
         return f"{title}\n{textwrap.indent(table, '  ')}".rstrip()
 
     def _describe(self, name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hooks.base import mapped
+from hooks.base import mapped, number_of
 from hooks.base._torch import FakeCopyMode, FakeTensorMode
 from hooks.base.errors import HookError
 from hooks.cache import ActivationCache
@@ -61,7 +61,7 @@ class Plan:
 
     def __repr__(self) -> str:
         table = lines_by_layer({name: str(value) for name, value in self.values.items()}, limit=39)
-        title = f"Plan of {len(self.values)} values, {self.nbytes:,} bytes"
+        title = f"Plan of {number_of(len(self.values), 'value')}, {self.nbytes:,} bytes"
         return f"{title}\n{textwrap.indent(table, '  ')}".rstrip()
 
 

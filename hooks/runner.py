@@ -31,6 +31,7 @@ from hooks.base import (
     forwards_in,
     is_fully_sharded,
     mesh_of,
+    number_of,
     require_module,
     shown,
     uncompiled,
@@ -288,7 +289,8 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
 
     def __repr__(self) -> str:
         added = "".join(f"\n  added: {handle}" for handle in self.handles)
-        return f"HookedRunner({type(self.model).__name__}, {len(self.points)} points){added}"
+        n_points = number_of(len(self.points), "point")
+        return f"HookedRunner({type(self.model).__name__}, {n_points}){added}"
 
     def edits(self, hooks: Hooks) -> list[EditedPoint]:
         """Return the points where `hooks` act, each with its hooks in the given order.

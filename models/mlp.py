@@ -90,8 +90,10 @@ class NormedMLP(MLP):
 
     >>> sizes = dict(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4)
     >>> config = TransformerConfig(**sizes, mlp_norm=True)
-    >>> NormedMLP(config)(torch.ones(1, 3, 4)).shape
-    torch.Size([1, 3, 4])
+    >>> mlp, x = NormedMLP(config), torch.randn(1, 3, 4)
+    >>> hidden = mlp.ln(mlp.activation(mlp.input(x)))
+    >>> torch.allclose(mlp(x), mlp.output(hidden), atol=1e-6)
+    True
     """
 
     def __init__(self, config: TransformerConfig) -> None:

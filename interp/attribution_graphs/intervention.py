@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hooks import Point
-from hooks.base import at_least_float32, to_device, without_gradients
+from hooks.base import at_least_float32, number_of, to_device, without_gradients
 from interp import edits
 from interp.attribution_graphs.frozen import FrozenRun
 from interp.attribution_graphs.targets import LogitTerms
@@ -131,9 +131,11 @@ class Intervention:
         if not math.isnan(correlation):
             of_nodes = f"; correlation {correlation:.3f}{interval_text(low, high, '.3f')}"
         n_hidden = len(self.nodes) - len(order)
+        changed = number_of(len(self.changed), "feature")
+        others = number_of(len(self.nodes), "other")
         return "\n".join(
             [
-                f"Intervention on {len(self.changed)} features, {len(self.nodes)} others{of_nodes}",
+                f"Intervention on {changed}, {others}{of_nodes}",
                 *lines[:10],
                 f"  {'node':{width}}{''.join(names)}",
                 *rows,

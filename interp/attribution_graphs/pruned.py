@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hooks.base import storage, strict_json, unknown_name
+from hooks.base import number_of, storage, strict_json, unknown_name
 from interp import plots
 from interp.attribution_graphs import influence, neuronpedia
 from interp.attribution_graphs.nodes import AttentionCell, Link, Node
@@ -167,8 +167,8 @@ class PrunedGraph(plots.Shown):
         scores = "".join(f", {name} {value:.3g}" for name, value in self.scores.items())
         heads = f", {len(self.cells)} scores of heads" if self.cells else ""
         return (
-            f"PrunedGraph of {''.join(self.tokens)[:60]!r}: {len(self.links)} links; nodes: "
-            f"{counts}{heads}{scores}"
+            f"PrunedGraph of {''.join(self.tokens)[:60]!r}: "
+            f"{number_of(len(self.links), 'link')}; nodes: {counts}{heads}{scores}"
         )
 
     def neuronpedia(self, slug: str, scan: str) -> dict[str, Any]:

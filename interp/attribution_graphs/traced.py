@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hooks.base import unknown_name, without_gradients
+from hooks.base import number_of, unknown_name, without_gradients
 from interp import plots
 from interp.attribution_graphs import influence, intervention
 from interp.attribution_graphs.attention import largest_cells, why, without_each_head
@@ -384,8 +384,8 @@ class AttributionGraph(plots.Shown):
     def __repr__(self) -> str:
         explained = int((self.column >= 0).sum())
         lines = [
-            f"AttributionGraph of {len(self.tokens)} tokens: {len(self.run.layer)} active "
-            f"features, {explained} explained",
+            f"AttributionGraph of {number_of(len(self.tokens), 'token')}: "
+            f"{len(self.run.layer)} active features, {explained} explained",
             f"  shares: replacement {self.replacement:.3f}, completeness {self.completeness:.3f}, "
             f"gap {self.gap:.1e}",
         ]

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.base import progress_of, without_gradients
+from hooks.base import number_of, progress_of, without_gradients
 from interp.claims.fields import entries, fields, flag, number, text_field
 from interp.claims.trial import Content, Trial, highest, shuffled_weights
 from interp.claims.verdict import Bounds, Test
@@ -98,7 +98,7 @@ class CircuitContent(Content):
     @property
     def title(self) -> str:
         """The kind and the size of the circuit."""
-        return f"a circuit of {len(self.edges)} edges"
+        return f"a circuit of {number_of(len(self.edges), 'edge')}"
 
     @property
     def found_on(self) -> frozenset[str]:
@@ -262,7 +262,9 @@ def _better_half(trial: Trial, runs: _Shares, circuit: Circuit) -> Test:
     order = sorted(range(len(edges)), key=lambda place: -losses[place])
     half = Circuit(circuit.graph, [edges[place] for place in order[: (len(edges) + 1) // 2]])
     result = runs.share(runs(circuit) - runs(half))
-    return Test.of(name, result, Bounds(above=0.0), note=f"the half has {len(half)} edges")
+    return Test.of(
+        name, result, Bounds(above=0.0), note=f"the half has {number_of(len(half), 'edge')}"
+    )
 
 
 def _mean_ablation(trial: Trial, circuit: Circuit, bounds: Bounds) -> Test:

@@ -23,6 +23,7 @@ from hooks import CacheError, __version__
 from hooks.base import (
     Texts,
     explains_calls,
+    number_of,
     require_choice,
     require_integer,
     require_module,
@@ -83,7 +84,7 @@ class Claim(plots.Shown):
     Claim: two MLPs write the t
       a circuit of 3 edges in pydoc-4l, hash ...
       promised: faithful 0.8, complete 0.8, robust 0.5
-      found on 1 pairs; 0 pairs to test it
+      found on 1 pair; 0 pairs to test it
     >>> import tempfile
     >>> path = f"{tempfile.mkdtemp()}/claim.json"
     >>> claim.save(path)
@@ -460,11 +461,12 @@ class Claim(plots.Shown):
         """Return facts about a verification, for the table."""
         differs = "" if identity.is_same(self.model) else ", which has other hashes"
         fresh = "0" if usable is None else str(len(usable))
+        seeds = number_of(len(trial.seeds), "seed")
         facts = {
-            "object": f"{self.content.title}, found on {len(trial.found_on)} pairs",
+            "object": f"{self.content.title}, found on {number_of(len(trial.found_on), 'pair')}",
             "model": f"{identity.name}, hash {identity.weights[:12]}{differs}; the claim is about "
             f"{self.model.name}, hash {self.model.weights[:12]}",
-            "texts": f"{fresh} fresh pairs; {len(trial.seeds)} seeds of random alternatives",
+            "texts": f"{fresh} fresh pairs; {seeds} of random alternatives",
         }
         return {**facts, **self.content.about(trial)}
 
@@ -564,11 +566,12 @@ class Claim(plots.Shown):
         n_test = 0 if self.test is None else len(self.test.clean)
         promised: Mapping[str, Any] = self.content.packed()["promised"]
         numbers = ", ".join(f"{name} {value}" for name, value in promised.items())
+        found_on = number_of(len(self.pairs.clean), "pair")
         lines = [
             f"Claim: {self.says:.90}",
             f"{self.content.title} in {self.model.name}, hash {self.model.weights[:12]}",
             f"promised: {numbers}",
-            f"found on {len(self.pairs.clean)} pairs; {n_test} pairs to test it",
+            f"found on {found_on}; {number_of(n_test, 'pair')} to test it",
         ]
         return "\n  ".join(lines)
 

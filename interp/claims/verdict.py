@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hooks.base import number_of
 from interp import plots
 from interp.json_form import Table, columns, form
 from interp.results.result import Result
@@ -204,7 +205,7 @@ class Verdict(plots.Shown):
         return plots.View(title, [], says=lines)
 
     def __repr__(self) -> str:
-        lines = [f"Verdict: {self.status}, the worst of {len(self.tests)} tests"]
+        lines = [f"Verdict: {self.status}, the worst of {number_of(len(self.tests), 'test')}"]
         lines.append(f"  claim: {self.says:.90}")
         lines += [f"  {name}: {fact}" for name, fact in self.about.items()]
         lines += _table([_HEAD, *(test.cells() for test in self.tests[:_MOST_TESTS])])

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from hooks.base import (
     Texts,
     each_text,
+    number_of,
     require_integer,
     shown,
     shows_progress,
@@ -323,17 +324,23 @@ class ModelChange(plots.Shown):
 
     def __repr__(self) -> str:
         n_texts = len(self._rows)
+        n_tokens = sum(map(len, self._rows))
         kl = {"tuned": self.kl, **self.controls["kl"]}
-        lines = [f"ModelChange on {n_texts} texts, {sum(map(len, self._rows))} tokens"]
-        numbers = [f"{name} {_mean(result.values):.4g}" for name, result in kl.items()]
-        lines.append(f"  KL from the base in nats: {', '.join(numbers)}")
+        lines = [f"ModelChange on {number_of(n_texts, 'text')}, {number_of(n_tokens, 'token')}"]
+        lines.append(f"  KL from the base in nats: {_means_in_words(kl)}")
         stream = {"tuned": self.stream, **self.controls["stream"]}
         layers = [*self.stream.labels["layer"]]
         by_layer = [_mean(values) for values in self.stream.values]
         largest = max(range(len(layers)), key=by_layer.__getitem__)
         for index in sorted({0, largest, len(layers) - 1}):
-            numbers = [f"{name} {_mean(r.values[index]):.4g}" for name, r in stream.items()]
-            lines.append(f"  difference of the stream, layer {layers[index]}: {', '.join(numbers)}")
+            means = _means_in_words(stream, index)
+            lines.append(f"  difference of the stream, layer {layers[index]}: {means}")
+        controls = self.controls["kl"]
+        if controls["other texts"].values.isnan().all():
+            needed = "a second text" if n_texts == 1 else "several texts in a batch (batch=2)"
+            lines.append(f"  the controls 'other texts' and 'shuffled' need {needed}")
+        if controls["random"].values.isnan().all():
+            lines.append("  the control 'random' is missing, because the base has no `unembed`")
         return "\n".join(lines)
 
 
@@ -481,6 +488,16 @@ def _over_texts(result: Result) -> Result:
         words=result.words,
         about=result.about,
     )
+
+
+def _means_in_words(results: Mapping[str, Result], layer: int | None = None) -> str:
+    """Return the mean of each result, in one layer if it is given, without missing controls."""
+    words = []
+    for name, result in results.items():
+        mean = _mean(result.values if layer is None else result.values[layer])
+        if name == "tuned" or not math.isnan(mean):
+            words.append(f"{name} {mean:.4g}")
+    return ", ".join(words)
 
 
 def _mean(values: Tensor) -> float:

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import CacheError, Point
-from hooks.base import layer_of, require_kind, storage, unknown_name
+from hooks.base import layer_of, number_of, require_kind, storage, unknown_name
 from interp import plots
 from interp.json_form import Table, form
 from interp.plots.view import told
@@ -312,7 +312,7 @@ class Direction(plots.Shown):
 
     def __repr__(self) -> str:
         lines = [
-            f"Direction at {len(self.vectors)} points"
+            f"Direction at {number_of(len(self.vectors), 'point')}"
             + "".join(f", {name} {value}" for name, value in self.about.items())
         ]
         lines += [

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import EditError
-from hooks.base import Index, shows_progress, without_gradients
+from hooks.base import Index, number_of, shows_progress, without_gradients
 from interp.directions.direction import Direction
 from interp.directions.erasing import Eraser, leace
 from interp.directions.examples import Contrast, KindOfExamples
@@ -118,7 +118,7 @@ class Erasure:
 
     def __repr__(self) -> str:
         facts = "".join(f", {name} {value}" for name, value in self.about.items())
-        lines = [f"Erasure at {len(self.erasers)} points{facts}"]
+        lines = [f"Erasure at {number_of(len(self.erasers), 'point')}{facts}"]
         for name, eraser in [*self.erasers.items()][:38]:
             lines.append(f"  {name}: rank {eraser.left.shape[0]}")
         return "\n".join(lines)

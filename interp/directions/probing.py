@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from hooks.base import (
     Index,
     library,
+    number_of,
     progress_of,
     require_choice,
     require_integer,
@@ -151,8 +152,8 @@ class Probe(plots.Shown):
         columns = (self.auroc.mean(), ends.low, ends.high, self.control.mean())
         rows = zip(places, *(column.flatten().tolist() for column in columns), strict=True)
         head = (
-            f"Probe at {len(self.direction.vectors)} points, AUROC on held-out texts and with "
-            "drawn labels"
+            f"Probe at {number_of(len(self.direction.vectors), 'point')}, "
+            "AUROC on held-out texts and with drawn labels"
         )
         lines = [
             f"  {place}  {mean:.3f}{interval_text(low, high, '.3f')}  {control:.3f}"

@@ -11,6 +11,7 @@ from hooks.base import (
     Index,
     Texts,
     named_spans,
+    number_of,
     require_kind,
     shows_progress,
     without_gradients,
@@ -104,8 +105,8 @@ class SteeringCurve(plots.Shown):
         means = {name: result.mean() for name, result in columns.items()}
         intervals = {name: result.interval() for name, result in columns.items()}
         lines = [
-            f"SteeringCurve of {len(self.strengths)} strengths; score in {self.score.unit}, KL in "
-            "nats"
+            f"SteeringCurve of {number_of(len(self.strengths), 'strength')}; "
+            f"score in {self.score.unit}, KL in nats"
         ]
         for number, strength in enumerate(self.strengths[:38]):
             cells = []
@@ -165,9 +166,8 @@ def steering_curve(
     >>> from interp.directions import difference_of_means
     >>> model, point = load("pydoc-4l"), "blocks.2.resid_post"
     >>> v = difference_of_means(model, ["part KV8", "part QX3"], ["def f(", "return x"], point)
-    >>> steering_curve(model, v, ["impor", "def __ini"], [0.0, 0.5, 1.0], log_prob("8"))
-    SteeringCurve of 3 strengths; score in nats, KL in nats
-      0        score +0
+    >>> steering_curve(model, v, ["impor", "def __ini"], [0.5, 1.0], log_prob("8"))
+    SteeringCurve of 2 strengths; score in nats, KL in nats
       0.5      score +9.101
       1        score +9.874
     """

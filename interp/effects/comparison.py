@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks.base import sum_rounding
+from hooks.base import number_of, sum_rounding
 from interp import plots
 from interp.json_form import Table, columns, form
 from interp.kinds import require_made
@@ -111,7 +111,7 @@ class Comparison(plots.Shown):
         signs = f", the same sign at {self.sign_agreement:.0%}"
         known_signs = "" if math.isnan(self.sign_agreement) else signs
         unit = f" in {self.unit}" if self.unit else ""
-        title = f"Comparison of {len(self.exact)} places{unit}"
+        title = f"Comparison of {number_of(len(self.exact), 'place')}{unit}"
         correlation = f"rank correlation {self.rank_correlation:+.3f}{known_signs}"
         return "\n  ".join([title, correlation, *map(repr, self.misses[:3])])
 

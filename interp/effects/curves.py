@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from hooks.base import progress_bar, shows_progress
+from hooks.base import number_of, progress_bar, shows_progress
 from interp.graph import Graph
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import random, top
@@ -91,8 +91,9 @@ class Curve:
     def __repr__(self) -> str:
         cpr_of_random = _area(self.random)
         cmd_of_random = _area(self.random, from_one=True)
+        circuits = number_of(len(self.signed.labels["edges"]), "circuit")
         lines = [
-            f"Curve of {len(self.signed.labels['edges'])} circuits, areas with 95% intervals",
+            f"Curve of {circuits}, areas with 95% intervals",
             f"CPR {self.cpr!r}, of random edges {cpr_of_random!r}",
             f"CMD {self.cmd!r}, of random edges {cmd_of_random!r}",
         ]

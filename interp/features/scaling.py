@@ -22,7 +22,7 @@ from typing import Any
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from hooks.base import require_choice, require_integer, shows_progress, without_gradients
+from hooks.base import number_of, require_choice, require_integer, shows_progress, without_gradients
 from interp import plots
 from interp.features.crosscoder import Crosscoder
 from interp.json_form import Table, form
@@ -150,9 +150,10 @@ class LatentScaling(plots.Shown):
         is_only = (self.relative_norm > LEAST_NORM) & (self.density > 0)
         shrunk = is_only & (self.nu("error").abs() >= MOST_ERROR)
         decoupled = is_only & (self.nu("reconstruction").abs() >= MOST_RECONSTRUCTION)
+        tokens = number_of(self.n_tokens, "token")
         return "\n".join(
             [
-                f"LatentScaling of {self.member} against {self.other}, {self.n_tokens:,} tokens",
+                f"LatentScaling of {self.member} against {self.other}, {tokens}",
                 f"  {int(is_only.sum())} features have a relative decoder norm above {LEAST_NORM}",
                 f"  {int(shrunk.sum())} of them are also in the error of {self.other}",
                 f"  {int(decoupled.sum())} of them are also in the reconstruction of {self.other}",

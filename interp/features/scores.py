@@ -9,7 +9,7 @@ from typing import Any, Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks.base import require_choice
+from hooks.base import number_of, require_choice
 from interp import plots
 from interp.json_form import Table, columns, form
 from interp.numbers.intervals import interval_text, standard_error
@@ -65,7 +65,7 @@ class PointScores:
     def __str__(self) -> str:
         too_few = f"dead features need {LEAST_FOR_DEAD:,} tokens"
         parts = [
-            f"{self.n_tokens:,} tokens",
+            f"{number_of(self.n_tokens, 'token')}",
             f"explained variance {self.explained_variance:.4f}",
             f"{self.l0:.1f} features at a position",
             f"{self.dense:.1%} dense",

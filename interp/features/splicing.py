@@ -197,7 +197,7 @@ def splice(
     ...     hooks = {"*.features": edits.zero(feature=[3, 7])}
     ...     without = runner.run_with_hooks("def f(x):", hooks=hooks)
     >>> cache
-    ActivationCache of 1 values, 4,608 bytes
+    ActivationCache of 1 value, 4,608 bytes
       blocks.1.resid_post.features  float32 [1, 9, 128]  batch pos feature
     """
     require_choice("error", error, ("live", "frozen", None))

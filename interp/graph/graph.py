@@ -19,6 +19,7 @@ from hooks.base import (
     HintsAtNames,
     config_hash,
     is_rounding,
+    number_of,
     padding_messages,
     real_of,
     require_kind,
@@ -183,9 +184,9 @@ class Graph(HintsAtNames):
 
     def __repr__(self) -> str:
         return (
-            f"Graph of a {type(self._whole).__name__}: {len(self.layers)} layers, "
-            f"{len(self.writers)} writers, {len(self.readers)} readers, "
-            f"{int(self.allowed.sum())} edges"
+            f"Graph of a {type(self._whole).__name__}: {number_of(len(self.layers), 'layer')}, "
+            f"{number_of(len(self.writers), 'writer')}, {number_of(len(self.readers), 'reader')}, "
+            f"{number_of(int(self.allowed.sum()), 'edge')}"
         )
 
     def _points(self) -> Iterator[nn.Module]:

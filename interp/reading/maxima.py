@@ -12,6 +12,7 @@ from hooks.base import (
     Index,
     Texts,
     at_least_float32,
+    number_of,
     require_integer,
     shows_progress,
     to_device,
@@ -70,7 +71,9 @@ class TopActivations(list[Activation], plots.Shown):
     """Positions in texts, the largest value first."""
 
     def __repr__(self) -> str:
-        lines = [f"TopActivations: {len(self)} places, values in the unit of the point"]
+        lines = [
+            f"TopActivations: {number_of(len(self), 'place')}, values in the unit of the point"
+        ]
         lines += [f"  {place!r}" for place in self[:_SHOWN]]
         if len(self) > _SHOWN:
             lines.append(f"  and {len(self) - _SHOWN} more")
@@ -137,7 +140,7 @@ def max_activating(
     >>> model = nn.Sequential(nn.Embedding(7, 2), HookPoint("batch pos d_model")).eval()
     >>> model[0].weight.data = torch.arange(14.0).view(7, 2)
     >>> max_activating(model, [[3, 1], [4, 2]], "1", vector=torch.tensor([1.0, 0.0]), k=1)
-    TopActivations: 1 places, values in the unit of the point
+    TopActivations: 1 place, values in the unit of the point
       8 in text 1 at 0: '«4» 2'
     """
     require_integer("k", k)

@@ -24,6 +24,7 @@ from hooks.base import (
     Texts,
     config_hash,
     each_text,
+    number_of,
     progress_of,
     require_integer,
     shows_progress,
@@ -78,8 +79,9 @@ class TunedLens(AffineLens):
         first, last = (f"{step.mean():.3f}" for step in self.losses[[0, -1]])
         size = self.bias.shape[1]
         return (
-            f"{super().__repr__()}, fitted in {len(self.losses)} steps on {self.rows:,} positions "
-            f"for {size * (size + 1):,} numbers a layer; mean KL {first} to {last} nats"
+            f"{super().__repr__()}, fitted in {number_of(len(self.losses), 'step')} "
+            f"on {self.rows:,} positions for {size * (size + 1):,} numbers a layer; "
+            f"mean KL {first} to {last} nats"
         )
 
     @classmethod

@@ -28,6 +28,7 @@ from hooks.base import (
     TEXT_AXES,
     Selection,
     free_memory,
+    number_of,
     progress_bar,
     require_kind,
     to_device,
@@ -163,7 +164,7 @@ def _measured(
         runs = Resumed(unedited, jobs, max_bytes)
     parts: list[Tensor] = []
     indices: list[int] = []
-    title = f"{len(jobs)} edits, as {runs.forwards:.3g} forward passes"
+    title = f"{number_of(len(jobs), 'edit')}, as {runs.forwards:.3g} forward passes"
     with progress_bar(title, total=runs.forwards) as count:
         for jobs_run, metrics in runs.run(count):
             parts.append(to_device(metrics.to(base.dtype), base.device))

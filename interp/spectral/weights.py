@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.base import require_choice, require_integer, without_gradients, writer_of
+from hooks.base import number_of, require_choice, require_integer, without_gradients, writer_of
 from interp.inputs.token_positions import token_ids, tokens_of
 from interp.json_form import Table, form
 from interp.protocol import n_logits
@@ -214,7 +214,8 @@ class SingularTokens(NamedTuple):
         """
         read, written = self.texts or (self.read.tolist(), self.written.tolist())
         lines = [
-            f"SingularTokens: {len(self.s)} directions; at each end what is read -> what is written"
+            f"SingularTokens: {number_of(len(self.s), 'direction')}; "
+            "at each end what is read -> what is written"
         ]
         for value, *ends in zip(self.s.tolist(), read, written, strict=True):
             lines.append(f"  {value:.4g}")

@@ -30,6 +30,7 @@ from hooks import HookedRunner
 from hooks.base import (
     at_least_float32,
     generator,
+    number_of,
     progress_of,
     require_callable,
     require_integer,
@@ -120,7 +121,9 @@ class Resampled:
 
     def __repr__(self) -> str:
         labels = self.effects.labels["step"]
-        lines = [f"Resampled [{len(labels)} steps, {self.effects.about['n']} times] in nats"]
+        lines = [
+            f"Resampled [{number_of(len(labels), 'step')}, {self.effects.about['n']} times] in nats"
+        ]
         answers = [*itertools.chain(*self.without, self.after[-1])]
         if None in answers:
             n_without = sum(answer is None for answer in answers)

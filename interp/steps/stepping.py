@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from hooks.base import Text, Texts, is_one_text, require_kind, shown, writer_of
+from hooks.base import Text, Texts, is_one_text, number_of, require_kind, shown, writer_of
 from interp import plots
 from interp.inputs.offsets import Offsets, offsets_of
 from interp.inputs.texts import padded, text_for
@@ -143,7 +143,7 @@ class Steps:
 
     def __repr__(self) -> str:
         answer = f", answer from {self.first_answer}" if self.first_answer < len(self) else ""
-        lines = [f"Steps [{len(self)} {self.by}s, {len(self.tokens)} tokens]{answer}"]
+        lines = [f"Steps [{len(self)} {self.by}s, {number_of(len(self.tokens), 'token')}]{answer}"]
         width = len(str(min(len(self), _MOST) - 1))
         for number, word in enumerate(self.words[:_MOST]):
             lines.append(f"{number:>{width}}  {word!r:.90}")

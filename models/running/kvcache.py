@@ -6,10 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from hooks.base import (
-    padding_messages,
-    require_integer,
-)
+from hooks.base import number_of, padding_messages, require_integer
 from models.config import TransformerConfig
 
 # The buffers grow by this many positions at a time.
@@ -66,8 +63,8 @@ class KVCache:
 
     def __repr__(self) -> str:
         return (
-            f"KVCache of {self.length} positions in {len(self.layers)} layers, {self.nbytes:,} "
-            "bytes"
+            f"KVCache of {number_of(self.length, 'position')} in "
+            f"{number_of(len(self.layers), 'layer')}, {self.nbytes:,} bytes"
         )
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hooks.base import Count, explains_calls, progress_bar
+from hooks.base import Count, explains_calls, number_of, progress_bar
 from models.mode import mode
 from models.training.data import (
     Batches,
@@ -48,7 +48,7 @@ class TrainingResult:
     validation: Mapping[int, Evaluation]
 
     def __repr__(self) -> str:
-        text = f"TrainingResult of {len(self.losses)} steps"
+        text = f"TrainingResult of {number_of(len(self.losses), 'step')}"
         if self.losses:
             text += f", loss {self.losses[-1]:.4g}"
         for evaluation in [*self.validation.values()][-1:]:

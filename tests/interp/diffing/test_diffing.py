@@ -199,6 +199,8 @@ def test_a_single_text_has_words_and_no_control_of_other_texts(tuned, base):
     assert change.kl.words["pos"] == [*"def f"]
     assert change.controls["kl"]["shuffled"].values.isnan().all()
     assert change.controls["stream"]["other texts"].values.isnan().all()
+    assert "nan" not in repr(change)
+    assert "need a second text" in repr(change)
     assert change.lens(1).rows == ("difference", "random 0", "random 1", "random 2")
 
 

@@ -577,7 +577,7 @@ def test_a_probe_finds_what_is_planted_and_its_control_does_not(kind):
         expected = linear.Ridge(alpha=100).fit(scaled, 2.0 * labels - 1).predict(scaled)
     scores = found.direction.scores({"1": values})["1"].numpy()
     np.testing.assert_allclose(scores, expected, rtol=1e-3, atol=1e-3)
-    assert "Probe at 1 points" in repr(found)
+    assert "Probe at 1 point," in repr(found)
     assert "<iframe" in found._repr_html_()
 
 

@@ -35,7 +35,7 @@ def test_a_graph_prints_its_sizes():
     # The writers are the input, two heads and the MLP. The readers are three for each head, the MLP
     # and the logits.
     sizes = f"4 writers, 8 readers, {6 + 3 + 4} edges"
-    assert repr(nodes) == f"Graph of a Transformer: 1 layers, {sizes}"
+    assert repr(nodes) == f"Graph of a Transformer: 1 layer, {sizes}"
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
