@@ -127,6 +127,36 @@ def test_a_name_has_one_meaning():
     assert all(len(homes[name]) == 2 for name in TWICE)
 
 
+def local_names(function):
+    """Yield the names that a function binds, and whether each is one of its parameters."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.arg):
+            yield node.arg, node in {*function.args.args, *function.args.kwonlyargs}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, False
+        elif isinstance(node, ast.FunctionDef) and node is not function:
+            yield node.name, False
+
+
+def test_no_local_name_hides_a_name_of_its_module():
+    """Only a parameter of a public function may have the name of a function: `circuit(circuit)`."""
+    for path in MODULES:
+        body = nodes_of(path)[0].body
+        of_imports = [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        aliases = [alias for node in of_imports for alias in node.names]
+        hidden = {alias.asname or alias.name.partition(".")[0] for alias in aliases}
+        of_module = {*defined(path)}
+        methods = [part for node in body if isinstance(node, ast.ClassDef) for part in node.body]
+        for function in [*body, *methods]:
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            is_public = function in body and not function.name.startswith("_")
+            for name, is_parameter in local_names(function):
+                may_hide = is_public and is_parameter and name not in hidden
+                place = f"{function.name} in {path}"
+                assert may_hide or name not in hidden | of_module, f"{name} hides a name: {place}"
+
+
 PRIVATE = {
     *("_version", "_base", "_cdata", "_modules", "_parameters", "_buffers"),
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),

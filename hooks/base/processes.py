@@ -93,12 +93,12 @@ class Shards:
         placed = [Shard(self.axis)]
         return DTensor.from_local(part, self.mesh, placed, shape=shape, stride=stride).full_tensor()
 
-    def part(self, whole: Shaped[Tensor, "*axes"]) -> Tensor:
+    def part(self, value: Shaped[Tensor, "*axes"]) -> Tensor:
         """Return the part of a whole value that belongs to this process.
 
         In a backward pass, each process receives the gradient of the whole value.
         """
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        placed = DTensor.from_local(whole, self.mesh, [Replicate()])
+        placed = DTensor.from_local(value, self.mesh, [Replicate()])
         return placed.redistribute(placements=[Shard(self.axis)]).to_local()

@@ -116,9 +116,9 @@ def sides_of_padding(mask: Shaped[Tensor, "batch pos"]) -> tuple[bool, bool]:
 
 @dataclass(frozen=True)
 class AllBut:
-    """All places along an axis except `places`, in every example; see `all_but`."""
+    """All places along an axis except `places_at`, in every example; see `all_but`."""
 
-    places: list[int]
+    places_at: list[int]
 
     def __repr__(self) -> str:
         return f"all_but({', '.join(map(str, self.places))})"
@@ -402,9 +402,9 @@ class Selection:
 def _places(part: Any, size: int, what: str, whole: bool) -> list[int]:
     """Return the places that one part of an index selects along an axis without padding."""
     if isinstance(part, AllBut):
-        left_out = places(part.places, size, what=what, whole=whole)
+        left_out = places_at(part.places, size, what=what, whole=whole)
         return [place for place in range(size) if place not in left_out]
-    return places(part, size, what=what, whole=whole)
+    return places_at(part, size, what=what, whole=whole)
 
 
 def _real(part: Any, size: int, what: str, real: Sequence[int], whole: bool) -> list[int]:
@@ -414,7 +414,7 @@ def _real(part: Any, size: int, what: str, real: Sequence[int], whole: bool) -> 
         return [column for column in real if column not in left_out]
     if isinstance(part, slice):
         return _between(part, size, real)
-    chosen = places(part, size, what=what, whole=whole)
+    chosen = places_at(part, size, what=what, whole=whole)
     numbers = chosen if is_mask(part) else part
     if isinstance(part, int):
         numbers = [part]
@@ -611,7 +611,7 @@ def is_mask(index: object) -> TypeGuard[list[bool]]:
     return isinstance(index, list) and index != [] and all(isinstance(i, bool) for i in index)
 
 
-def places(index: Any, size: int, what: str, whole: bool = True) -> list[int]:
+def places_at(index: Any, size: int, what: str, whole: bool = True) -> list[int]:
     """Return the places that an index selects, counted from the start of the axis.
 
     Args:

@@ -223,7 +223,7 @@ class _Table:
         The influence is computed from the rows that are filled. Features with a row are left out.
         """
         filled = slice(self.n_filled)
-        shares = influence.shares(self.rows[filled])
+        shares = influence.shares_of_rows(self.rows[filled])
         scores = influence.influence(shares, self._weights[filled], self._column[filled])
         of_features = scores[: len(self._run.layer)].masked_fill(self._has_row, -1)
         order = of_features.argsort(descending=True, stable=True)

@@ -18,7 +18,7 @@ from interp.numbers.precision import finite
 InfluenceRows = Float[Tensor, "row source"]
 
 
-def shares(rows: InfluenceRows) -> InfluenceRows:
+def shares_of_rows(rows: InfluenceRows) -> InfluenceRows:
     """Return the absolute values of effects, divided by the sum of the absolute values in their
     row.
     """
@@ -32,7 +32,7 @@ def influence(
     """Return the influence of each source on the targets.
 
     Args:
-        shares: the shares of each row; see `shares`.
+        shares: the shares of each row; see `shares_of_rows`.
         weights: the weight of each row as a target, or 0 if the row is no target.
         column: the index of the source that each row explains, or -1 for a logit.
 
@@ -54,7 +54,7 @@ def influence(
     raise ValueError("effects must lead from earlier nodes to later nodes; they form a cycle")
 
 
-def scores(
+def scores_of_graph(
     rows: InfluenceRows,
     weights: Float[Tensor, " row"],
     column: Int[Tensor, " row"],
@@ -74,7 +74,7 @@ def scores(
         is_error: True for errors, and for features without a row.
         is_input: True for embeddings and constants.
     """
-    of_row = shares(rows)
+    of_row = shares_of_rows(rows)
     reached = influence(of_row, weights, column)
     errors, inputs = reached[is_error].sum(), reached[is_input].sum()
     explained = torch.where(column >= 0, reached[column], 0) + weights
@@ -132,11 +132,11 @@ def pruned(
         is_kept: the sources that are never removed.
         node, edge: the strongest nodes and edges with these shares of the influence remain.
     """
-    scores = influence(shares(rows), weights, column)
-    stays = is_kept | (scores >= threshold(scores, node))
+    influences = influence(shares_of_rows(rows), weights, column)
+    stays = is_kept | (influences >= threshold(influences, node))
     # The row of a removed feature is removed too. Rows of logits are never removed.
     has_row = torch.where(column >= 0, stays[column], True)
-    inner = shares(rows * stays * has_row[:, None])
+    inner = shares_of_rows(rows * stays * has_row[:, None])
     through = influence(inner, weights, column)
     edge_scores = inner * (torch.where(column >= 0, through[column], 0) + weights)[:, None]
     edges = edge_scores >= threshold(edge_scores.flatten(), edge)

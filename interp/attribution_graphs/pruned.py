@@ -130,7 +130,7 @@ class PrunedGraph(plots.Shown):
         ]
         weights = effects.new_tensor(chances)
         column = torch.arange(len(places))
-        return influence.scores(
+        return influence.scores_of_graph(
             effects, weights, column=column, is_error=is_error, is_input=is_input
         )
 

@@ -99,7 +99,7 @@ class AttributionGraph(plots.Shown):
     @cached_property
     def influence(self) -> Float[Tensor, " source"]:
         """The influence of each source on the targets; see `influence.influence`."""
-        return influence.influence(influence.shares(self.rows), self.weights, self.column)
+        return influence.influence(influence.shares_of_rows(self.rows), self.weights, self.column)
 
     @cached_property
     def _is_unexplained(self) -> Tensor:
@@ -116,7 +116,7 @@ class AttributionGraph(plots.Shown):
         """The scores `replacement` and `completeness`."""
         is_input = torch.arange(self.rows.shape[1], device=self.rows.device)
         is_input = is_input >= len(self.run.layer) + len(self.run.tokens) * len(self.run.errors)
-        return influence.scores(
+        return influence.scores_of_graph(
             self.rows,
             self.weights,
             column=self.column,

@@ -33,7 +33,7 @@ from hooks.base import (
     to_device,
     wide_dtype,
 )
-from interp.effects.reader_gradients import Pullbacks, readings
+from interp.effects.reader_gradients import Pullbacks, readings_of
 from interp.graph import Graph
 from interp.runs.gradients import Gradients, require_numbers
 
@@ -159,7 +159,7 @@ class ScoredPoints:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.readings = [*readings(graph)]
+        self.readings = [*readings_of(graph)]
         self.added = _writers_by_point(graph)
         self.names = [*graph.needed, *self.added]
         for reading in self.readings:
@@ -190,7 +190,7 @@ class _Target(NamedTuple):
         n_writers: the number of writers before the last of these readers.
     """
 
-    readings: range
+    readings_of: range
     columns: slice
     n_writers: int
 

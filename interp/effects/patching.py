@@ -15,8 +15,8 @@ from hooks.base import (
     shows_progress,
     without_gradients,
 )
-from interp import edits
 from interp.edits import Edit
+from interp.edits import replace as replace_values
 from interp.measuring import Metric
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
@@ -109,7 +109,7 @@ def activation_patching(
     two_runs = direction if edit is None else None
     runs = Runs(model, pairs, direction=two_runs, source=source)
     sites = Sites(runs, choice)
-    put = partial(edits.replace, sites.values) if edit is None else edit.at
+    put = partial(replace_values, sites.values) if edit is None else edit.at
     base, effects = effects_of_edits(runs, sites.edits(put), max_bytes)
     return sites.result(base, effects, **about)
 
@@ -169,8 +169,7 @@ def sweep(
 
     >>> from models import load
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
-    >>> from interp import edits
-    >>> without_mlps = [{f"blocks.{n}.mlp_out": edits.zero()} for n in (0, 3)]
+    >>>     >>> without_mlps = [{f"blocks.{n}.mlp_out": edits.zero()} for n in (0, 3)]
     >>> sweep(model, pairs, without_mlps).top(2)
     edit 0 'blocks.0.mlp_out: edits.zero()'  -9.01
     edit 1 'blocks.3.mlp_out: edits.zero()'  -1.602

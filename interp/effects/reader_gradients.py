@@ -34,7 +34,7 @@ class StreamReaders(NamedTuple):
     readers: slice
 
 
-def readings(graph: Graph) -> Iterator[StreamReaders]:
+def readings_of(graph: Graph) -> Iterator[StreamReaders]:
     """Yield all readers of a graph in the order of computation."""
     names = {module: name for name, module in graph.model.named_modules()}
     for sublayer in graph.sublayers:

@@ -428,8 +428,8 @@ def rows_of(
     is_new: Bool[Tensor, " batch"],
 ) -> list[Row]:
     """Return the real tokens of each text of a batch with their values, on the CPU."""
-    columns = (text.tokens, values, counts, is_new, text.real)
-    on_cpu = (column.cpu() for column in columns)
+    tensors = (text.tokens, values, counts, is_new, text.real)
+    on_cpu = (tensor.cpu() for tensor in tensors)
     return [
         Row(
             tokens=row_tokens[real].tolist(),

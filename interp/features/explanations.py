@@ -213,8 +213,8 @@ class ExplanationScore:
         ]
         for (test, against), row in itertools.groupby(self._rows(), key=lambda row: row[:2]):
             cells = [f"{score.value:.2f} [{score.low:.2f}, {score.high:.2f}]" for *_, score in row]
-            columns = "".join(f"{cell:24}" for cell in cells)
-            lines.append(f"{f'{test}, {against}':22}{columns}".rstrip())
+            scores = "".join(f"{cell:24}" for cell in cells)
+            lines.append(f"{f'{test}, {against}':22}{scores}".rstrip())
         counts = (self.of("detection", "random"), self.of("detection", "near"))
         lines.append(
             f"contexts: {counts[0].n_active} active, {counts[0].n_other} random, "

@@ -116,13 +116,13 @@ class Graph(HintsAtNames):
         self._inputs, self._norm = self._sum_of_inputs(split_embeddings)
         # Map each node to the time when it writes or reads. A reader reads the outputs of writers
         # with the same or an earlier time.
-        writers: dict[NodeName, int] = {}
-        readers: dict[NodeName, int] = {}
+        write_times: dict[NodeName, int] = {}
+        read_times: dict[NodeName, int] = {}
         inputs = [self.names[point] for point in self._inputs] if split_embeddings else ["input"]
-        add_nodes(writers, 0, map(NodeName, inputs))
+        add_nodes(write_times, 0, map(NodeName, inputs))
         if linear_part(self._norm, self.model.config.d_model).bias.any():
-            add_nodes(writers, 0, [NodeName("input.bias")])
-        self.n_inputs = len(writers)
+            add_nodes(write_times, 0, [NodeName("input.bias")])
+        self.n_inputs = len(write_times)
         have_biases = biases_of_heads(blocks)
         time = 0
         layers = []
@@ -131,21 +131,21 @@ class Graph(HintsAtNames):
                 n,
                 block,
                 have_biases=have_biases[n],
-                writers=writers,
-                readers=readers,
+                writers=write_times,
+                readers=read_times,
                 time=time,
             )
             layers.append(layer)
         self.layers = tuple(layers)
         self.sublayers = tuple(part for layer in layers for part in layer.sublayers)
-        add_nodes(readers, time, [NodeName("logits")])
-        self.writers = tuple(writers)
-        self.readers = tuple(readers)
+        add_nodes(read_times, time, [NodeName("logits")])
+        self.writers = tuple(write_times)
+        self.readers = tuple(read_times)
         self._places: dict[str, dict[str, int]] = {
             "writer": {name: n for n, name in enumerate(self.writers)},
             "reader": {name: n for n, name in enumerate(self.readers)},
         }
-        self.allowed = self._edges(writers, readers)
+        self.allowed = self._edges(write_times, read_times)
         self.points = tuple(self._points())
         self.needed = [self.names[point] for point in self.points]
 
@@ -160,12 +160,12 @@ class Graph(HintsAtNames):
         return points, None if is_identity(norm) else norm
 
     def _edges(
-        self, writers: Mapping[NodeName, int], readers: Mapping[NodeName, int]
+        self, write_times: Mapping[NodeName, int], read_times: Mapping[NodeName, int]
     ) -> Bool[Tensor, "writer reader"]:
         """Return the edges from each writer, if its output varies between runs, to later readers.
 
         Args:
-            writers, readers: the time when each node writes or reads.
+            write_times, read_times: the time when each node writes or reads.
         """
         # A bias varies only if the scale of a norm divides it.
         varying_biases = []
@@ -176,10 +176,10 @@ class Graph(HintsAtNames):
             if added is not None and added.bias.any():
                 varying_biases.append(sublayer.bias)
         varies = []
-        for n, name in enumerate(writers):
+        for n, name in enumerate(write_times):
             varies.append(n in varying_biases or not name.kind.endswith("bias"))
-        times_written = torch.tensor([*writers.values()])
-        times_read = torch.tensor([*readers.values()])
+        times_written = torch.tensor([*write_times.values()])
+        times_read = torch.tensor([*read_times.values()])
         return (times_written[:, None] <= times_read) & torch.tensor(varies)[:, None]
 
     def __repr__(self) -> str:
@@ -340,9 +340,9 @@ class Graph(HintsAtNames):
         stream = at(self.points[-1])
         contributions = stream.new_empty(len(self.writers), *stream.shape)
         start = 0
-        for writers in self.all_writers(at):
-            contributions[start : start + len(writers.names)] = writers.vectors()
-            start += len(writers.names)
+        for group in self.all_writers(at):
+            contributions[start : start + len(group.names)] = group.vectors()
+            start += len(group.names)
         _check_sum(contributions.detach().sum(0), stream)
         return contributions
 

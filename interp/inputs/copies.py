@@ -53,14 +53,14 @@ def digests(*texts: Text) -> list[str]:
 
 
 def numbered(
-    digests: Sequence[str], are_copies: Callable[[int, int], bool] | None = None
+    hashes: Sequence[str], are_copies: Callable[[int, int], bool] | None = None
 ) -> list[int]:
     """Number the different texts, and return for each example the number of its text.
 
     The first example has text 0. Copies have the same number.
 
     Args:
-        digests: the hash of each example.
+        hashes: the hash of each example.
         are_copies: a function of the indices of two examples with the same hash, which returns
             whether the examples are copies. Default: they are always copies.
 
@@ -71,7 +71,7 @@ def numbered(
     # The first example of each text, by the hash of the text.
     first_examples: dict[str, list[int]] = {}
     n_texts = 0
-    for example, digest in enumerate(digests):
+    for example, digest in enumerate(hashes):
         candidates = first_examples.setdefault(digest, [])
         copies = (first for first in candidates if are_copies is None or are_copies(first, example))
         original = next(copies, None)
@@ -85,19 +85,19 @@ def numbered(
 
 
 def groups(
-    digests: Sequence[str], are_copies: Callable[[int, int], bool] | None = None
+    hashes: Sequence[str], are_copies: Callable[[int, int], bool] | None = None
 ) -> tuple[int, ...] | None:
     """Return for each example the number of its text, or None if all texts are different.
 
     A part of many examples records the hashes, so that copies in other parts are found too.
 
     Args:
-        digests, are_copies: see `numbered`.
+        hashes, are_copies: see `numbered`.
     """
     if (part := part_now()) is not None:
-        part.digests = digests
+        part.digests = hashes
         part.compares_values = are_copies is not None
-    numbers = numbered(digests, are_copies)
+    numbers = numbered(hashes, are_copies)
     return tuple(numbers) if len({*numbers}) < len(numbers) else None
 
 

@@ -24,7 +24,7 @@ from interp.pairs.pairs import Pairs
 from interp.protocol import runner_of
 from interp.reading.maxima import max_activating
 from interp.store.engines import Model, loaded, require_executor
-from interp.store.rows import edited_points
+from interp.store.rows import points_with_edits
 from interp.store.streaming import statistics
 
 _OF_LISTS = (evaluate_sae, max_activating, statistics)
@@ -178,7 +178,9 @@ def _require_no_hooks(model: nn.Module, executor: Any, out: str | os.PathLike[st
     Raises:
         HookError: if edits are active, or if the model has hooks of the user and parts are stored.
     """
-    if (executor is not None or out is not None) and (edited := edited_points(runner_of(model))):
+    if (executor is not None or out is not None) and (
+        edited := points_with_edits(runner_of(model))
+    ):
         raise HookError(
             "parts on an executor, and parts that are stored, must have no active edits, because "
             f"workers and later calls do not have them; got an edit at {edited[0]}: leave out "

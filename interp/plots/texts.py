@@ -129,8 +129,8 @@ def _axis_of_tokens(
         words: the text of each token of the run.
         most: the largest number of positions along the axis.
     """
-    shown = words and [words[position] for position in positions]
-    return axis_part(name, positions, words=shown, most=most)
+    drawn_words = words and [words[position] for position in positions]
+    return axis_part(name, positions, words=drawn_words, most=most)
 
 
 def _require_heads(heads: Sequence[Any] | None, layers: list[int]) -> None:
@@ -185,13 +185,13 @@ def _weights(
         most = max(1, min(int((MOST_WEIGHTS / n_facets) ** 0.5), MOST_COLUMNS))
         all_rows, all_columns = _window(n_queries, n_keys, *window)
         rows, columns = all_rows[-most:], all_columns[-most:]
-        shown = pattern[example, :, [row - n_keys for row in rows]][..., columns].detach().cpu()
+        drawn = pattern[example, :, [row - n_keys for row in rows]][..., columns].detach().cpu()
         drawn_heads = [*range(n_heads)]
         if heads is not None:
             drawn_heads = [head for layer_of_head, head in heads if layer_of_head == layer]
         for head in drawn_heads:
             require_integer("a head", head, least=0, most=n_heads - 1)
-            weights[layer, head] = shown[head]
+            weights[layer, head] = drawn[head]
     return _Drawn(
         weights=weights,
         rows=rows,
@@ -205,10 +205,10 @@ def _weights(
 
 def _tokens(cache: ActivationCache, example: int, shape: tuple[int, int]) -> list[int] | None:
     """Return the tokens of one text; None if the cache does not know the tokens of its keys."""
-    text = text_of_inputs(cache.inputs)
-    if text is None or text.tokens.shape != shape or cache.is_part:
+    texts = text_of_inputs(cache.inputs)
+    if texts is None or texts.tokens.shape != shape or cache.is_part:
         return None
-    tokens: list[int] = text.tokens[example].tolist()
+    tokens: list[int] = texts.tokens[example].tolist()
     return tokens
 
 
@@ -257,21 +257,21 @@ def text(
         raise ValueError(
             f"values must be [{len(tokens)}], one for each token; got {[*numbers.shape]}"
         )
-    shown = [visible(token) for token in tokens[-_MOST_TOKENS:]]
-    first = len(tokens) - len(shown)
+    drawn = [visible(token) for token in tokens[-_MOST_TOKENS:]]
+    first = len(tokens) - len(drawn)
     return View(
         title,
         [
             {
                 "kind": "text",
                 "title": title,
-                "tokens": shown,
+                "tokens": drawn,
                 "values": numbers[first:],
                 "first": first,
                 "unit": unit,
                 "limit": limit_of(numbers),
                 "signed": bool((numbers < 0).any()),
-                "note": thinned(len(tokens), len(shown), "tokens"),
+                "note": thinned(len(tokens), len(drawn), "tokens"),
             }
         ],
     )
@@ -304,11 +304,11 @@ def lens(readout: Any) -> View:
     chances = readout.probabilities[:, 0, columns].detach().cpu()
     layers, n = chances.shape[:2]
     last = max(1, min(n, _MOST_CELLS // layers))
-    shown = chances[:, -last:].flip(0)
+    drawn = chances[:, -last:].flip(0)
     cells = []
     tips = []
     without = readout.without_numbers[::-1]
-    for number, chances_of_layer in enumerate(shown.tolist()):
+    for number, chances_of_layer in enumerate(drawn.tolist()):
         layer = likeliest[layers - 1 - number]
         for tokens, chances_of_pos in zip(layer[-last:], chances_of_layer, strict=True):
             best = ["" if without[number] else visible(f"{token}") for token in tokens]
@@ -318,7 +318,7 @@ def lens(readout: Any) -> View:
     rows = [*(f"entering {layer}" for layer in range(layers - 1)), "final"][::-1]
     part = grid_part(
         "lens",
-        shown[None, ..., 0],
+        drawn[None, ..., 0],
         rows={"name": "stream", "labels": rows},
         columns=axis_part("pos", columns, words=words, most=last),
         unit="probability of the likeliest token",

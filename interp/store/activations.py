@@ -71,9 +71,9 @@ class Activations(plots.Shown):
             raise FileNotFoundError(
                 f"there is no store at {self._folder.name!r}: it has no {MANIFEST}"
             )
-        if (form := self.manifest.get("format")) != FORMAT:
+        if (written := self.manifest.get("format")) != FORMAT:
             raise CacheError(
-                f"a store must have the format {FORMAT}; {self._folder.name!r} has {form!r}"
+                f"a store must have the format {FORMAT}; {self._folder.name!r} has {written!r}"
             )
         self._store = store_of(self.manifest)
         self.names: list[str] = [*self.manifest["points"]]

@@ -141,7 +141,7 @@ def by_token(runner: HookedRunner, names: Selector) -> list[str]:
     return points
 
 
-def edited_points(runner: HookedRunner) -> list[str]:
+def points_with_edits(runner: HookedRunner) -> list[str]:
     """Return the names of the points of a model at which edits are active."""
     changed = {module for module, _ in edits_in_force()}
     return [name for name, at in runner.points.items() if at.module in changed]
@@ -175,7 +175,7 @@ class RowReader:
     def __init__(self, model: nn.Module, names: Selector, settings: Settings) -> None:
         self.model = model
         self.runner = runner_of(model)
-        if edited := edited_points(self.runner):
+        if edited := points_with_edits(self.runner):
             raise HookError(
                 "a store must contain the values of the model without edits, because edits are not "
                 f"recorded; got an edit at {edited[0]}"

@@ -377,7 +377,7 @@ def _around(act: Call, calls: Sequence[Call], added: Call) -> Hidden | None:
             continue
         # The output of the map must be all that the MLP adds. If it is only a part, as next to
         # experts, these are not all neurons of the MLP.
-        if not any(is_same(last.output, whole) for whole in (added.output, *added.inputs)):
+        if not any(is_same(last.output, value) for value in (added.output, *added.inputs)):
             continue
         linear = None
         for factor in calls:

@@ -204,7 +204,7 @@ def test_influence_pruning_and_scores_match_circuit_tracer(peer):
     column = torch.cat([torch.full((4,), -1), torch.arange(n_features)])
     weights = torch.zeros(len(rows)).double()
     weights[:4] = theirs["probabilities"]
-    of_each = influence.influence(influence.shares(rows), weights, column)
+    of_each = influence.influence(influence.shares_of_rows(rows), weights, column)
     torch.testing.assert_close(of_each, theirs["influence"][:n_sources])
     is_token = torch.arange(n_sources) >= n_sources - 6
     nodes, edges = influence.pruned(rows, weights, column, is_token, 0.8, 0.98)
@@ -645,7 +645,7 @@ def test_values_and_changes_that_are_not_finite_are_refused(monkeypatch):
     for wrong in (math.nan, math.inf):
         rows = torch.tensor([[2.0, 1.0], [wrong, 0.0]]).double()
         with within_seconds(60), pytest.raises(ValueError, match="must be finite"):
-            influence.shares(rows)
+            influence.shares_of_rows(rows)
         with within_seconds(60), pytest.raises(ValueError, match="must be finite"):
             influence.influence(rows, rows.new_tensor([1.0, 0.0]), column)
         with within_seconds(60), pytest.raises(ValueError, match="must be finite"):
@@ -659,4 +659,4 @@ def test_values_and_changes_that_are_not_finite_are_refused(monkeypatch):
         attribution_graph(model_of("plain"), TEXT, {}, targets=[2])
     # The sum of a row can be infinite although all its numbers are finite.
     with pytest.raises(ValueError, match="must be finite"):
-        influence.shares(torch.full((1, 2), 3e38))
+        influence.shares_of_rows(torch.full((1, 2), 3e38))
