@@ -290,6 +290,17 @@ def test_public_names_are_pinned(package):
     assert all(hasattr(module, name) for name in module.__all__)
 
 
+OLD_NAME = re.compile(r"^\| `(interp|models)\.(\w+)` \| `([\w.]+)` \|$", re.MULTILINE)
+
+
+def test_old_names_in_the_list_of_changes_lead_to_the_new_ones():
+    names = OLD_NAME.findall((ROOT / "examples/guides/changes.md").read_text())
+    assert len(names) > 9
+    for package, old, new in names:
+        with pytest.raises(ImportError, match=re.escape(new)):
+            exec(f"from {package} import {old}")
+
+
 FACES = """interp.directions interp.diffing interp.alignment interp.claims interp.store interp.features
     interp.edits interp.plots interp.spectral interp.graph.circuits interp.attribution_graphs"""
 

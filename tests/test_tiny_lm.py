@@ -165,7 +165,11 @@ REFUSED = [
     (tiny_lm, ["--heads", "5"], "n_heads"),
     (tiny_lm, ["--resume"], "checkpoint.pt"),
     (tiny_lm, ["--out", __file__], f"--out must be a directory; got the file {__file__}"),
-    (tiny_lm, ["--out", str(EXAMPLES.parent / "models/bundled/pydoc-4l")], "already has a model"),
+    (
+        tiny_lm,
+        ["--out", str(EXAMPLES.parent / "models/bundled_files/pydoc-4l")],
+        "already has a model",
+    ),
     (tiny_lm, ["--length", "0", "--context", "1"], "--context must be at least 2; got 1; --length"),
     (qk_norm, ["--learning-rates", "-1"], "-1.0"),
     (qk_norm, ["--context", "90"], "(56,)"),

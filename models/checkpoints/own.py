@@ -19,7 +19,7 @@ from models.rotary_scaling import RotaryBase, RotaryScaling
 from models.text.tokenizer import CharTokenizer
 from models.transformer import Transformer
 
-BUNDLED = Path(__file__).parent.parent / "bundled"
+BUNDLED = Path(__file__).parent.parent / "bundled_files"
 CONFIG, VOCABULARY = "config.json", "vocabulary.json"
 
 
