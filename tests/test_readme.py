@@ -40,6 +40,24 @@ def test_links_work_on_a_package_index():
         assert link.startswith("https://") or (ROOT / link).exists(), link
 
 
+def test_one_address_is_everywhere():
+    """All addresses of the project begin with the address in `project.urls`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    home, site = project["urls"]["Homepage"], project["urls"]["Documentation"]
+    owner, name = home.removeprefix("https://github.com/").split("/")
+    allowed = [home, site.rstrip("/"), f"https://raw.githubusercontent.com/{owner}/{name}"]
+    folders = ("examples/guides", ".github", "hooks", "models", "interp")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    kinds = (".md", ".ipynb", ".yml", ".cff", ".py", ".toml")
+    seen = 0
+    for path in (ROOT / "README.md", ROOT / "pyproject.toml", *files):
+        if path.suffix in kinds:
+            for address in re.findall(rf"https?://[\w./-]*{name}[\w./-]*", path.read_text("utf-8")):
+                assert address.startswith(tuple(allowed)), (path, address)
+                seen += 1
+    assert seen > 20
+
+
 def test_the_code_is_the_quickstart_example():
     example = (ROOT / "examples" / "quickstart.py").read_text()
     assert example.partition('"""\n\n')[2] == block("python")

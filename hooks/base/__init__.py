@@ -50,6 +50,7 @@ from hooks.base.errors import (
     require_choice,
     require_fired,
     require_integer,
+    requirement,
     unknown_name,
     warn,
 )

@@ -214,8 +214,21 @@ def require_integer(name: str, value: Any, least: int = 1, most: float = math.in
         raise ValueError(f"{name} must be a whole number {bounds}; got {shown(value)}")
 
 
-def library(name: str, install: str = "hookscope[hf]") -> Any:
+def requirement(extra: str) -> str:
+    """Return the requirement for `pip install`: this package with an extra, from its repository.
+
+    >>> requirement("ray")
+    'hookscope[ray] @ git+https://github.com/hookscope/hookscope'
+    """
+    return f"hookscope[{extra}] @ git+https://github.com/hookscope/hookscope"
+
+
+def library(name: str, install: str = requirement("hf")) -> Any:
     """Import an optional library.
+
+    Args:
+        name: the name of the module.
+        install: the requirement for `pip install` that brings the library.
 
     Raises:
         ImportError: if the library is missing; the message contains the command to install it.

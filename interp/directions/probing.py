@@ -29,6 +29,7 @@ from hooks.base import (
     progress_of,
     require_choice,
     require_integer,
+    requirement,
     shows_progress,
     storage,
     without_gradients,
@@ -455,7 +456,7 @@ class _Classifier:
             values: the values, [row, d].
             labels: the labels, 0 or 1.
         """
-        linear = library("sklearn.linear_model", "hookscope[probes]")
+        linear = library("sklearn.linear_model", requirement("probes"))
         mean, spread = values.mean(0), values.std(0)
         # A column that varies by no more than float32 rounding is treated as constant, in any
         # dtype. Its coefficient is 0.

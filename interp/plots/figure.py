@@ -3,13 +3,14 @@
 import io
 import os
 
-from hooks.base import storage
+from hooks.base import requirement, storage
 
 try:
     from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure as Figure
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError('figures need Matplotlib: pip install "hookscope[plots]"') from error
+    install = f'pip install "{requirement("plots")}"'
+    raise ModuleNotFoundError(f"figures need Matplotlib: {install}") from error
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:

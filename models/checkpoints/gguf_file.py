@@ -9,13 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hooks.base import requirement
 from models.files import without
 
 try:
     from gguf import GGUFReader, GGUFValueType
     from gguf.quants import dequantize
 except ModuleNotFoundError as error:
-    raise ImportError('GGUF needs the package gguf: pip install "hookscope[hf]"') from error
+    install = f'pip install "{requirement("hf")}"'
+    raise ImportError(f"GGUF needs the package gguf: {install}") from error
 
 # The number of rows to dequantize at a time. The library makes a second copy of these rows.
 _ROWS = 256

@@ -90,5 +90,5 @@ def test_options_that_ray_does_not_support_are_errors(tmp_path, monkeypatch):
                 | wrong
             )
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r"pip install \"hookscope\[ray\]\""):
+    with pytest.raises(ImportError, match=r"pip install \"hookscope\[ray\] @ git"):
         harvest(model, TEXTS, NAME, tmp_path, engine=Ray())

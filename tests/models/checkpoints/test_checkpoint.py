@@ -493,7 +493,9 @@ def test_offline_the_hub_is_not_asked():
 
 def test_without_the_hub_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ImportError, match=r'available: pydoc-4l.*pip install "hookscope\[hf\]"'):
+    with pytest.raises(
+        ImportError, match=r'available: pydoc-4l.*pip install "hookscope\[hf\] @ git'
+    ):
         load("gpt2")
     assert load("pydoc-4l").config.n_layers == 4
 
