@@ -7,19 +7,23 @@
    containers and dataclasses of these.
    Private attributes are hashed if they are numbers or texts.
 3. A function of `hooks`, `models` and `interp` is hashed by its name. Other functions are hashed by
-   their code, their defaults and the values that they have captured. Global variables that a
-   function reads are not hashed.
+   their code, their defaults and the values that they have captured.
+4. A function of the user is also hashed by the global values that it reads, and a class of the user
+   by its methods. This includes attributes of the user's modules, but no code of packages.
 """
 
+import dis
 import functools
 import hashlib
+import inspect
 import io
 import pickle
 import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from operator import itemgetter
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,6 +35,7 @@ from hooks.base import config_hash, shown, weights_hash
 from hooks.shared import parts_of
 
 _OURS = ("hooks", "models", "interp")
+_NOT_CODE = ("__dict__", "__weakref__", "__module__", "__doc__", "__firstlineno__")
 _HASHED_BY_REPR = (bool, int, float, str, type(None))
 
 
@@ -59,13 +64,14 @@ def fingerprint(what: str, value: Any) -> str:
 
 
 def is_of_user(value: Any) -> bool:
-    """Return whether a function or a class is from the user's own code.
+    """Return whether a function, a class or a module is from the user's own code.
 
-    Other functions are from Python, from this package or from an installed package.
+    Others are from Python, from this package or from an installed package.
     """
     while isinstance(value, functools.partial):
         value = value.func
-    name = str(getattr(value, "__module__", ""))
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    name = str(name)
     file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
     is_installed = {"site-packages", "dist-packages"} & {*file.parts}
     return not is_installed and name.partition(".")[0] not in (*_OURS, *sys.stdlib_module_names)
@@ -92,6 +98,8 @@ class _Hasher(pickle.Pickler):
             return _module(value)
         if isinstance(value, FunctionType):
             return self._function(value)
+        if isinstance(value, type) and is_of_user(value):
+            return self._class(value)
         if isinstance(value, dict):
             pairs = [(self._hashed(key), self._hashed(part)) for key, part in value.items()]
             return "dict", type(value).__qualname__, sorted(pairs)
@@ -115,7 +123,58 @@ class _Hasher(pickle.Pickler):
         self._begun.add(id(function))
         captured = [cell.cell_contents for cell in function.__closure__ or ()]
         defaults = function.__defaults__, function.__kwdefaults__
-        return "function", *name, _code(function.__code__), captured, defaults
+        values = captured, defaults, self._globals(function)
+        return "function", *name, _code(function.__code__), *values
+
+    def _class(self, of_user: type) -> Any:
+        """Return the name of a class of the user, its bases, and its methods and other members."""
+        name = of_user.__module__, of_user.__qualname__
+        if id(of_user) in self._begun:
+            return "class", *name
+        self._begun.add(id(of_user))
+        members = []
+        for key, value in sorted(vars(of_user).items()):
+            # The functions of a static method, a class method and a property.
+            inner = getattr(value, "__func__", getattr(value, "fget", value))
+            if key not in _NOT_CODE:
+                members.append((key, self._global(inner)))
+        return "class", *name, [self._global(base) for base in of_user.__bases__], members
+
+    def _globals(self, function: FunctionType) -> list[Any]:
+        """Return hashes of the global values that a function of the user reads, by name."""
+        if not is_of_user(function):
+            return []
+        codes = [function.__code__]
+        read = dict[str, Any]()
+        for code in codes:
+            codes += [part for part in code.co_consts if isinstance(part, CodeType)]
+            steps = dis.get_instructions(code)
+            names = {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+            read |= {name: function.__globals__[name] for name in names & {*function.__globals__}}
+        attributes = {name for code in codes for name in code.co_names}
+        values = sorted(read.items(), key=itemgetter(0))
+        modules = set[ModuleType]()
+        for name, value in values:
+            if isinstance(value, ModuleType) and is_of_user(value) and value not in modules:
+                modules.add(value)
+                inside = vars(value)
+                values += [(f"{name}.{key}", inside[key]) for key in sorted(attributes & {*inside})]
+        return [(name, self._global(value)) for name, value in values]
+
+    def _global(self, value: Any) -> str:
+        """Return a hash of a global value.
+
+        Functions and classes of packages are hashed by their names. Values that cannot be pickled,
+        such as modules and locks, are hashed by their class.
+        """
+        if isinstance(value, FunctionType | type) and not is_of_user(value):
+            return f"{value.__module__}.{value.__qualname__}"
+        # Pickling runs code of any class, which may raise any error.
+        try:
+            # A function with a cache contains the function without it.
+            return self._hashed(inspect.unwrap(value) if callable(value) else value)
+        except Exception:
+            return type(value).__qualname__
 
 
 def _tensor(value: Tensor) -> tuple[Any, ...]:
@@ -140,7 +199,8 @@ def _module(module: nn.Module) -> tuple[Any, ...]:
             if f"{name}.{key}".lstrip(".") not in persistent:
                 values[key] = buffer
         described = {key: _attribute(value) for key, value in values.items()}
-        attributes.append((name, type(part).__qualname__, sorted(described.items())))
+        kind = type(part) if is_of_user(type(part)) else type(part).__qualname__
+        attributes.append((name, kind, sorted(described.items())))
     # Parts that are spliced in, such as dictionaries, are not modules inside the model.
     parts = sorted((name, _module(part)) for name, part in parts_of(module).items())
     return "module", config_hash(module), weights_hash(module, whole=True), attributes, parts

@@ -80,8 +80,11 @@ def over_examples(
             by default, and PyTorch hangs in forked processes. Threads share one model. Default:
             None, which runs one part after the other here.
         out: a folder, or an address of `fsspec`, for finished parts. A later call with the same
-            values finds them, for example after the process was killed. All workers must reach this
-            folder. Default: None, to keep results in memory.
+            values finds them, for example after the process was killed. The values are the
+            examples, the arguments, the model, the code of your own functions and classes, and the
+            global values that they read. Packages count by the names of their functions, so choose
+            a new folder after an update of a package. All workers must reach this folder. Default:
+            None, to keep results in memory.
         shard: the number of this process and the number of processes, such as `(rank, world_size)`
             under torchrun. This call runs only its own parts, and returns the result of their
             examples. A later call without `shard` joins all parts. It needs `out`. If the analysis

@@ -5,7 +5,8 @@ import pickle
 import sys
 import threading
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
+from types import ModuleType
 
 import pytest
 import torch
@@ -367,6 +368,43 @@ def test_the_hash_of_a_module_depends_on_its_attributes():
     same = Scaled()
     same._cache = [3]
     assert fingerprint("a module", same) == hashes[-1]
+
+
+OF_USER = """
+SITE, UNUSED = "z", 1
+def helper(pairs):
+    return [read() for pair in pairs]
+@lru_cache
+def read():
+    return SITE, tools.scale * 2
+class Base:
+    @property
+    def last(self):
+        return 1
+class Metric(Base):
+    def __call__(self, logits):
+        return self.inner(logits)
+    @staticmethod
+    def inner(logits):
+        return logits[:, -1, 3]
+def analysis(model, pairs):
+    return (lambda: helper(pairs))(), lock
+"""
+
+
+def test_the_hash_of_a_function_depends_on_what_it_reads():
+    def hashed(old="", new="", scale=1.5):
+        module = ModuleType("of_user")
+        vars(module).update(lru_cache=lru_cache, tools=ModuleType("tools"), lock=threading.Lock())
+        module.tools.scale = scale
+        exec(OF_USER.replace(old, new) if old else OF_USER, vars(module))
+        return fingerprint("it", (module.analysis, module.Metric()))
+
+    changes = [('"z"', '"v"'), ("* 2", "* 3"), ("read() for", "read for"), ("return 1", "return 2")]
+    changes += [("-1, 3", "-1, 4"), ("self.inner(", "-self.inner("), ("lambda:", "lambda x=1:")]
+    hashes = [hashed(), hashed(scale=2.5), *(hashed(*change) for change in changes)]
+    assert len({*hashes}) == 2 + 7
+    assert hashed(", 1\n", ", 2\n") == hashes[0]
 
 
 def test_hooks_that_stored_parts_would_ignore_are_errors(tmp_path):
