@@ -221,33 +221,15 @@ class TransformerConfig(HintsAtNames):
                 default = self.__dataclass_fields__[name].default
                 rule = f"{default!r} unless {condition}"
                 require(self, name, getattr(self, name) == default, rule=rule)
-        n_heads = self.n_heads
-        d_head = self.d_head
-        divides = n_heads % self.n_kv_heads == 0
-        require(self, "n_kv_heads", divides, rule=f"a divisor of n_heads ({n_heads})")
+        divides = self.n_heads % self.n_kv_heads == 0
+        require(self, "n_kv_heads", divides, rule=f"a divisor of n_heads ({self.n_heads})")
         require(self, "dropout", 0 <= self.dropout < 1, rule="at least 0 and below 1")
         inside = all(0 <= layer < self.n_layers for layer in self.window_layers)
         require(self, "window_layers", inside, rule=f"among the {self.n_layers} layers")
         known = all(0 <= token < self.vocab_size for token in self.eos_token_ids)
         require(self, "eos_token_ids", known, rule=f"from 0 to {self.vocab_size - 1}")
         if self.positions == "rotary":
-            # YaRN divides by the logarithm of the base.
-            is_yarn = self.rotary_scaling is not None and self.rotary_scaling.kind == "yarn"
-            least = 1 if is_yarn else 0
-            require(self, "rotary_theta", self.rotary_theta > least, rule=f"above {least}")
-            even = 0 < self.d_rotary <= d_head and self.d_rotary % 2 == 0
-            rule = f"a share that is an even number of a head's {d_head} dimensions"
-            require(self, "rotary_fraction", even, rule=rule)
-            scalings = {"rotary_scaling": self.rotary_scaling}
-            if self.window_rotary is not None:
-                scalings["window_rotary.scaling"] = self.window_rotary.scaling
-            for name, scaling in scalings.items():
-                factors = scaling.factors if scaling else ()
-                if factors and len(factors) != self.d_rotary // 2:
-                    raise ValueError(
-                        f"{name}.factors must be {self.d_rotary // 2} numbers, one for each "
-                        f"frequency; got {len(factors)}"
-                    )
+            self._check_rotary()
         if self.vocab_size_out != self.vocab_size:
             rule = f"False with another vocab_size_out ({self.vocab_size_out}) than vocab_size"
             require(self, "tied_unembed", not self.tied_unembed, rule=rule)
@@ -261,6 +243,26 @@ class TransformerConfig(HintsAtNames):
                 rule="'pre', 'output' or 'sandwich' without an MLP",
             )
             require(self, "parallel", not self.parallel, rule="False with norm_place='post'")
+
+    def _check_rotary(self) -> None:
+        """Check the fields of rotary positions."""
+        # YaRN divides by the logarithm of the base.
+        is_yarn = self.rotary_scaling is not None and self.rotary_scaling.kind == "yarn"
+        least = 1 if is_yarn else 0
+        require(self, "rotary_theta", self.rotary_theta > least, rule=f"above {least}")
+        even = 0 < self.d_rotary <= self.d_head and self.d_rotary % 2 == 0
+        rule = f"a share that is an even number of a head's {self.d_head} dimensions"
+        require(self, "rotary_fraction", even, rule=rule)
+        scalings = {"rotary_scaling": self.rotary_scaling}
+        if self.window_rotary is not None:
+            scalings["window_rotary.scaling"] = self.window_rotary.scaling
+        for name, scaling in scalings.items():
+            factors = scaling.factors if scaling else ()
+            if factors and len(factors) != self.d_rotary // 2:
+                raise ValueError(
+                    f"{name}.factors must be {self.d_rotary // 2} numbers, one for each "
+                    f"frequency; got {len(factors)}"
+                )
 
 
 def _effects(config: Any) -> Iterator[tuple[str, object, str]]:

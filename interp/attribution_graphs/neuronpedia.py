@@ -90,17 +90,12 @@ def read(data: Mapping[str, Any], tokens: Sequence[str], labels: Mapping[str, st
             impossible.
     """
     name = data["node_id"]
-    kind = _KINDS.get(data["feature_type"])
     layer = str(data["layer"])
     pos = int(data["ctx_idx"])
     feature = data["feature"]
     label = data.get("clerp") or ""
     matched = _NAME.fullmatch(name)
-    if kind is None:
-        raise ValueError(
-            f"feature_type of {name} must be one of {', '.join(_KINDS)}; got "
-            f"{data['feature_type']!r}"
-        )
+    kind = _kind_of(data)
     _require_place(name, layer, pos, n_tokens=len(tokens))
     if matched is None and kind != "error":
         raise ValueError(f"the name of a node must end in its number and position; got {name!r}")
@@ -111,19 +106,16 @@ def read(data: Mapping[str, Any], tokens: Sequence[str], labels: Mapping[str, st
     if kind == "error":
         index = -1
     elif kind == "feature":
+        keys = (str(feature), f"{layer}_{feature}_{pos}")
         # Neuronpedia's server writes this label for features without a label.
         label = "" if label == f"F{feature}" else label
-        keys = (str(feature), f"{layer}_{feature}_{pos}")
         label = next((labels[key] for key in keys if labels.get(key)), label)
     elif kind == "logit":
         # Differences of logits have no probability, and the format contains 0 for them.
         chance = number_or_none(data, "token_prob") or None
-        script_id = data["jsNodeId"]
         label_of_token = _LOGIT.fullmatch(label)
         label = label_of_token[2] if label_of_token else label
-        # circuit-tracer and this package write the number of layers plus 1. The server and
-        # Anthropic write the number of layers.
-        depth -= script_id != name and "_-" not in script_id
+        depth = _number_of_layers(data, depth)
         first = str(depth + 1)
     else:
         first = name.partition("_")[0]
@@ -140,6 +132,32 @@ def read(data: Mapping[str, Any], tokens: Sequence[str], labels: Mapping[str, st
         probability=chance,
         influence=number_or_none(data, "influence"),
     )
+
+
+def _kind_of(data: Mapping[str, Any]) -> str:
+    """Return the kind of a node.
+
+    Raises:
+        ValueError: if the type in the file is unknown.
+    """
+    kind = _KINDS.get(data["feature_type"])
+    if kind is None:
+        raise ValueError(
+            f"feature_type of {data['node_id']} must be one of {', '.join(_KINDS)}; got "
+            f"{data['feature_type']!r}"
+        )
+    return kind
+
+
+def _number_of_layers(data: Mapping[str, Any], layer: int) -> int:
+    """Return the number of layers of the model, from the layer of a logit.
+
+    circuit-tracer and this package write the number of layers plus 1. The server and Anthropic
+    write the number of layers.
+    """
+    script_id = data["jsNodeId"]
+    is_one_more = script_id != data["node_id"] and "_-" not in script_id
+    return layer - 1 if is_one_more else layer
 
 
 def _require_place(name: str, layer: str, pos: int, n_tokens: int) -> None:

@@ -200,21 +200,10 @@ class PrunedGraph(plots.Shown):
         if self.node_threshold is not None:
             metadata["node_threshold"] = self.node_threshold
         names = self._names_to_write()
-        groups = {
-            label: [names.get(member, member) for member in members]
-            for label, members in self.supernodes.items()
-        }
-        state = {
-            "pinnedIds": [names.get(pin, pin) for pin in self.pins],
-            "supernodes": [[label, *members] for label, members in groups.items()],
-            "linkType": "both",
-            "clickedId": "",
-            "sg_pos": "",
-        }
         best = max((node.probability or 0.0 for node in self.nodes), default=0.0)
         facts = {
             "metadata": metadata,
-            "qParams": state,
+            "qParams": self._state_of_page(names),
             "nodes": [
                 neuronpedia.node_facts(node, best) | {"node_id": names[node.id]}
                 for node in self.nodes
@@ -229,6 +218,23 @@ class PrunedGraph(plots.Shown):
             ],
         }
         return dict(strict_json.finite(facts))
+
+    def _state_of_page(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """Return the pins and groups in Neuronpedia's format.
+
+        Args:
+            names: the name of each node in the file, by its name in this package.
+        """
+        groups = []
+        for label, members in self.supernodes.items():
+            groups.append([label, *(names.get(member, member) for member in members)])
+        return {
+            "pinnedIds": [names.get(pin, pin) for pin in self.pins],
+            "supernodes": groups,
+            "linkType": "both",
+            "clickedId": "",
+            "sg_pos": "",
+        }
 
     def _names_to_write(self) -> dict[str, str]:
         """Return the name of each node in a file, by its name in this package."""

@@ -240,8 +240,36 @@ def targets_of_answer(run: FrozenRun, answers: AnswersOfTargets) -> ChosenTarget
     (answer,) = answers.rest
     n_pos, vocab = run.logits.shape
     n = len(answer)
-    layer = len(run.graph.layers)
     positions = range(n_pos - n, n_pos)
+    logits = _nodes_of_answer(run, answer, positions)
+    weights = run.logits.new_zeros(n, vocab)
+    device = weights.device
+    weights[torch.arange(n), torch.tensor(answer)] = 1
+    numbers = torch.arange(n, device=device)
+    terms = LogitTerms(
+        weights=weights.repeat(2, 1),
+        pos=torch.tensor([*positions], device=device).repeat(2),
+        node=torch.cat([numbers, torch.full_like(numbers, n)]),
+    )
+    label = logits[-1].label
+    explained = ExplainedAnswers(
+        number=f"the sum of the {n} logits of {label!r}, each minus the mean over the vocabulary",
+        unit="logits",
+        metric=_log_probs(run, answer, positions),
+        of_position=_answer_of_positions(run, answers),
+    )
+    return ChosenTargets(logits, terms, [], answers=explained)
+
+
+def _nodes_of_answer(run: FrozenRun, answer: Sequence[int], positions: range) -> list[Node]:
+    """Return the node of the logit of each token, and then the node of the sum of these logits.
+
+    Args:
+        run: the frozen run.
+        answer: the tokens of the answer.
+        positions: the position that predicts each token.
+    """
+    layer = len(run.graph.layers)
     logits = []
     for token, pos in zip(answer, positions, strict=True):
         logits.append(
@@ -256,34 +284,19 @@ def targets_of_answer(run: FrozenRun, answers: AnswersOfTargets) -> ChosenTarget
             )
         )
     # As in a difference of logits, the number follows the ids of the vocabulary.
-    number = vocab + n
-    label = "".join(run.write([*answer]))
+    number = run.logits.shape[1] + len(answer)
+    pos = positions[-1]
     logits.append(
         Node(
-            id=f"{layer + 1}_{number}_{n_pos - 1}",
+            id=f"{layer + 1}_{number}_{pos}",
             kind="logit",
             layer=layer,
-            pos=n_pos - 1,
+            pos=pos,
             number=number,
-            label=label,
+            label="".join(run.write([*answer])),
         )
     )
-    weights = run.logits.new_zeros(n, vocab)
-    device = weights.device
-    weights[torch.arange(n), torch.tensor(answer)] = 1
-    numbers = torch.arange(n, device=device)
-    terms = LogitTerms(
-        weights=weights.repeat(2, 1),
-        pos=torch.tensor([*positions], device=device).repeat(2),
-        node=torch.cat([numbers, torch.full_like(numbers, n)]),
-    )
-    explained = ExplainedAnswers(
-        number=f"the sum of the {n} logits of {label!r}, each minus the mean over the vocabulary",
-        unit="logits",
-        metric=_log_probs(run, answer, positions),
-        of_position=_answer_of_positions(run, answers),
-    )
-    return ChosenTargets(logits, terms, [], answers=explained)
+    return logits
 
 
 def targets_of_contrast(run: FrozenRun, answers: AnswersOfTargets) -> ChosenTargets:

@@ -66,8 +66,53 @@ def stream_change(
     names = names_by_layer("resid_post", models.runner.points)
     for name in names.values():
         require_one_vector(models.runner.points[name].axes, name)
-    n_pos = max(map(len, rows))
-    shape = len(names), n_pos, len(rows)
+    kl, stream = _differences(models, rows, names=names, batch=batch, seed=seed)
+    words = Text.padded([torch.tensor(row) for row in rows]).words(models.tuned)
+    words_by_axis = {} if words is None else {"pos": words}
+    kl_results = {}
+    for kind, values in kl.items():
+        kl_results[kind] = Result(
+            values,
+            ("pos", "example"),
+            unit="nats",
+            words=words_by_axis,
+            bounds=(0.0, math.inf),
+            about={"metric": "KL(tuned ‖ base)", "values": kind},
+        )
+    stream_results = {}
+    for kind, values in stream.items():
+        stream_results[kind] = Result(
+            values,
+            ("layer", "pos", "example"),
+            labels={"layer": [*names]},
+            unit="norms of the base",
+            words=words_by_axis,
+            bounds=(0.0, math.inf),
+            about={"metric": "norm of the difference of resid_post", "values": kind},
+        )
+    return StreamChange(
+        kl=kl_results.pop("difference"),
+        stream=stream_results.pop("difference"),
+        controls={"kl": kl_results, "stream": stream_results},
+    )
+
+
+def _differences(
+    models: TwoModels,
+    rows: list[list[int]],
+    names: Mapping[int, str],
+    batch: int,
+    seed: int,
+) -> tuple[dict[str, Float[Tensor, "pos example"]], dict[str, Float[Tensor, "layer pos example"]]]:
+    """Return the divergences of predictions and the differences of the stream, by kind.
+
+    A number is NaN where a text has no token.
+
+    Args:
+        models, rows, batch, seed: see `stream_change`.
+        names: the name of the stream after each layer.
+    """
+    shape = len(names), max(map(len, rows)), len(rows)
     stream = {name: torch.full(shape, torch.nan) for name in ("difference", *_CONTROLS[1:])}
     kl = {name: torch.full(shape[1:], torch.nan) for name in ("difference", *_CONTROLS)}
     for part in models.batches(rows, batch):
@@ -82,36 +127,7 @@ def stream_change(
         tuned, base = layers.last
         for kind, values in _divergences(models, part, tuned, base, seed).items():
             kl[kind][columns, examples] = _masked(values, masks[kind])
-    words = Text.padded([torch.tensor(row) for row in rows]).words(models.tuned)
-    words_by_axis = {} if words is None else {"pos": words}
-    kl_results = {
-        kind: Result(
-            values,
-            ("pos", "example"),
-            unit="nats",
-            words=words_by_axis,
-            bounds=(0.0, math.inf),
-            about={"metric": "KL(tuned ‖ base)", "values": kind},
-        )
-        for kind, values in kl.items()
-    }
-    stream_results = {
-        kind: Result(
-            values,
-            ("layer", "pos", "example"),
-            labels={"layer": [*names]},
-            unit="norms of the base",
-            words=words_by_axis,
-            bounds=(0.0, math.inf),
-            about={"metric": "norm of the difference of resid_post", "values": kind},
-        )
-        for kind, values in stream.items()
-    }
-    return StreamChange(
-        kl=kl_results.pop("difference"),
-        stream=stream_results.pop("difference"),
-        controls={"kl": kl_results, "stream": stream_results},
-    )
+    return kl, stream
 
 
 class _Layers:

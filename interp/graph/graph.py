@@ -30,6 +30,7 @@ from hooks.shared import is_listened_to
 from interp.graph.nodes import (
     Added,
     At,
+    Layer,
     Writers,
     add_nodes,
     biases_of_heads,
@@ -104,8 +105,7 @@ class Graph(HintsAtNames):
     def __init__(self, model: nn.Module, split_embeddings: bool = False) -> None:
         self._whole = model
         self.model: Any = plain(model, *_STEPS)
-        blocks = self.model.blocks
-        require_branches(blocks)
+        require_branches(self.model.blocks)
         points = HookedRunner(self.model).points
         self.names = {point.module: name for name, point in points.items()}
         if split_embeddings and getattr(self.model, "is_scaled", False):
@@ -123,6 +123,29 @@ class Graph(HintsAtNames):
         if linear_part(self._norm, self.model.config.d_model).bias.any():
             add_nodes(write_times, 0, [NodeName("input.bias")])
         self.n_inputs = len(write_times)
+        self.layers, time = self._add_blocks(write_times, read_times)
+        self.sublayers = tuple(part for layer in self.layers for part in layer.sublayers)
+        add_nodes(read_times, time, [NodeName("logits")])
+        self.writers = tuple(write_times)
+        self.readers = tuple(read_times)
+        self._places: dict[str, dict[str, int]] = {
+            "writer": {name: n for n, name in enumerate(self.writers)},
+            "reader": {name: n for n, name in enumerate(self.readers)},
+        }
+        self.allowed = self._edges(write_times, read_times)
+        self.points = tuple(self._points())
+        self.needed = [self.names[point] for point in self.points]
+
+    def _add_blocks(
+        self, write_times: dict[NodeName, int], read_times: dict[NodeName, int]
+    ) -> tuple[tuple[Layer, ...], int]:
+        """Add the nodes of all blocks, and return these nodes and the time after the last block.
+
+        Args:
+            write_times, read_times: the time when each node writes or reads. The nodes are added to
+                them.
+        """
+        blocks = self.model.blocks
         have_biases = biases_of_heads(blocks)
         time = 0
         layers = []
@@ -136,18 +159,7 @@ class Graph(HintsAtNames):
                 time=time,
             )
             layers.append(layer)
-        self.layers = tuple(layers)
-        self.sublayers = tuple(part for layer in layers for part in layer.sublayers)
-        add_nodes(read_times, time, [NodeName("logits")])
-        self.writers = tuple(write_times)
-        self.readers = tuple(read_times)
-        self._places: dict[str, dict[str, int]] = {
-            "writer": {name: n for n, name in enumerate(self.writers)},
-            "reader": {name: n for n, name in enumerate(self.readers)},
-        }
-        self.allowed = self._edges(write_times, read_times)
-        self.points = tuple(self._points())
-        self.needed = [self.names[point] for point in self.points]
+        return tuple(layers), time
 
     def _sum_of_inputs(self, split_embeddings: bool) -> tuple[list[nn.Module], Any]:
         """Return the points whose sum is the stream of the first block, and the norm of the sum."""

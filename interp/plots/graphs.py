@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -185,10 +185,7 @@ def attribution(graph: Any, cards: Mapping[int, Sequence[Any]] | None = None) ->
     for node in drawn:
         card = card_of.get((node.layer, node.number))
         shown.append(_shown(node, card, token=tokens_by_pos.get(node.pos, "")))
-    scores = ", ".join(f"{name} {value:.3g}" for name, value in graph.scores.items())
-    notes = [scores and f"{scores[0].upper()}{scores[1:]}."]
-    if len(drawn) < len(nodes):
-        notes.append(f"The most influential {len(drawn)} of {len(nodes)} nodes are shown.")
+    notes = [*_notes(graph.scores, len(drawn), len(nodes))]
     notes.append(thinned(len(inside), len(links), "links"))
     tokens = [visible(token) for token in graph.tokens]
     ends = [(places[link.source], places[link.target], link.weight) for link in links]
@@ -216,6 +213,21 @@ def attribution(graph: Any, cards: Mapping[int, Sequence[Any]] | None = None) ->
         "note": " ".join(filter(None, notes)),
     }
     return View(f"attribution graph of “{''.join(tokens)[:60]}”", [part])
+
+
+def _notes(scores: Mapping[str, float], n_drawn: int, n_nodes: int) -> Iterator[str]:
+    """Yield sentences: the scores of a graph, and how many nodes are drawn if some are left out.
+
+    Args:
+        scores: the scores of the graph, by name.
+        n_drawn: the number of nodes in the picture.
+        n_nodes: the number of nodes of the graph.
+    """
+    if scores:
+        listed = ", ".join(f"{name} {value:.3g}" for name, value in scores.items())
+        yield f"{listed[0].upper()}{listed[1:]}."
+    if n_drawn < n_nodes:
+        yield f"The most influential {n_drawn} of {n_nodes} nodes are shown."
 
 
 def _by_influence(node: Any) -> tuple[bool, float]:

@@ -587,7 +587,7 @@ class ViewAttention(AttentionWeights, nn.Module):
 
     def __init__(self, recorded: RecordedBlock) -> None:
         super().__init__()
-        n, layout, calls, context = recorded.n, recorded.layout, recorded.calls, recorded.context
+        layout, calls, context = recorded.layout, recorded.calls, recorded.context
         module = layout.attention
         points = getattr(recorded.points, "attn", None)
         if module is None or points is None:
@@ -609,22 +609,10 @@ class ViewAttention(AttentionWeights, nn.Module):
         q, k, v, z = (values[name] for name in "qkvz")
         self.heads = [part.shape[2] for part in (q, k, v)]
         self.d_head = z.shape[3]
-        joined_z = z.detach().flatten(2)
-        # The parts of a map with an adapter read z too.
-        parts_of_adapters = set[nn.Module]()
-        for part in module.modules():
-            if _adapted(n, part):
-                parts_of_adapters |= {*part.modules()} - {part}
-        maps = [
-            call
-            for call in inside
-            if call.module not in parts_of_adapters
-            and call.inputs
-            and agree(call.inputs[0], joined_z)
-        ]
-        if len({part.shape[3] for part in (q, k, v, z)}) > 1 or not maps:
+        output_map = _reader_of_heads(recorded.n, module, inside, z.detach().flatten(2))
+        if len({part.shape[3] for part in (q, k, v, z)}) > 1 or output_map is None:
             raise Undivided("attention must have heads of one size and a map that reads z")
-        vars(self)["map"] = maps[-1].module
+        vars(self)["map"] = output_map
         columns = _columns_of((q, k, v), leaves)
         if columns is None:
             raise Undivided("each column of a projection must belong to one head")
@@ -634,9 +622,9 @@ class ViewAttention(AttentionWeights, nn.Module):
         self.qkv = _linear_of(weight[:, columns], bias[columns])
         assert layout.attn_out is not None
         factor = recorded.factor(layout.attn_out, "ln1_post")
-        weight, bias = _weights_of(self.map, z.shape[2] * z.shape[3], q)
+        weight, bias = _weights_of(output_map, z.shape[2] * z.shape[3], q)
         self.output = _linear_of(weight * factor, bias * factor)
-        self.adapter = _adapted(n, self.map, factor)
+        self.adapter = _adapted(recorded.n, output_map, factor)
         if not agree(self(read, context), recorded.output(layout.attn_out, "ln1_post"), TOLERANCE):
             raise Undivided("the output of attention must be a linear map of z")
 
@@ -904,6 +892,28 @@ def _is_projection(call: Call, read: Tensor) -> bool:
     fits = bool(call.inputs) and call.output is not None and call.output.ndim == 3
     # Nothing is computed between, so there is no rounding.
     return fits and any(True for _ in weights_in(call.module)) and is_same(call.inputs[0], read)
+
+
+def _reader_of_heads(
+    n: int, attention: nn.Module, calls: Sequence[Call], joined_z: Tensor
+) -> nn.Module | None:
+    """Return the output map of attention: the last module that reads z. None without one.
+
+    The parts of a map with an adapter read z too, but they are not the map.
+
+    Args:
+        n: the index of the block.
+        attention: the attention module.
+        calls: the calls inside it.
+        joined_z: z with all heads in one axis.
+    """
+    parts_of_adapters = set[nn.Module]()
+    for part in attention.modules():
+        if _adapted(n, part):
+            parts_of_adapters |= {*part.modules()} - {part}
+    readers = [call for call in calls if call.inputs and call.module not in parts_of_adapters]
+    maps = [call.module for call in readers if agree(call.inputs[0], joined_z)]
+    return maps[-1] if maps else None
 
 
 def _outermost(calls: Sequence[Call]) -> list[Call]:

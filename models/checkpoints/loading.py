@@ -246,16 +246,7 @@ def locate(
         ValueError: if `revision` is given for a model that is not on the hub.
         ImportError: if the model may be on the hub and huggingface_hub is not installed.
     """
-    hint = ""
-    if isinstance(name_or_path, nn.Module):
-        hint = "models.attach(model) gives it points"
-        if isinstance(name_or_path, Transformer):
-            hint = "a Transformer is loaded already"
-    require_kind(
-        "name_or_path", name_or_path, (str, os.PathLike), words="a name or a path", call=hint
-    )
-    if not os.fspath(name_or_path):
-        raise FileNotFoundError(f"name_or_path must name a model or a folder; got {name_or_path!r}")
+    _require_name(name_or_path)
     name = os.fspath(name_or_path)
     path = Path(name_or_path)
     named = isinstance(name_or_path, str)
@@ -269,16 +260,7 @@ def locate(
         )
     if location.exists():
         return location
-    at_hand = [*list_models(), *PACKAGED]
-    others = [other for other in at_hand + list_configs() if other != name]
-    close = difflib.get_close_matches(name.lower(), others, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close and name not in list_configs() else ""
-    missing = f"no file, directory or model of this package is named {name!r}{hint}"
-    missing += f" (available: {', '.join(at_hand)})"
-    if name in list_configs():
-        missing += (
-            f"; it is the name of a config: models.build({name!r}) gives a model with fresh weights"
-        )
+    missing = _missing(name)
     may_be_on_hub = named and _HUB_NAME.fullmatch(name)
     # Do not look on the hub for the name of one of our configs, unless the hub has a model of this
     # name: the GPT-2 models.
@@ -291,6 +273,40 @@ def locate(
         kind = ImportError if isinstance(error, ImportError) else FileNotFoundError
         reason = " ".join(str(error).split())
         raise kind(f"{missing}; a download from the hub failed: {reason}") from error
+
+
+def _require_name(name_or_path: object) -> None:
+    """Require the name or path of a model.
+
+    Raises:
+        TypeError: if the value is neither. For a model, the error says what to do instead.
+        FileNotFoundError: if the name is empty.
+    """
+    hint = ""
+    if isinstance(name_or_path, nn.Module):
+        hint = "models.attach(model) gives it points"
+        if isinstance(name_or_path, Transformer):
+            hint = "a Transformer is loaded already"
+    require_kind(
+        "name_or_path", name_or_path, (str, os.PathLike), words="a name or a path", call=hint
+    )
+    if not os.fspath(name_or_path):
+        raise FileNotFoundError(f"name_or_path must name a model or a folder; got {name_or_path!r}")
+
+
+def _missing(name: str) -> str:
+    """Return the message for a name without a model, with a close match and the known names."""
+    at_hand = [*list_models(), *PACKAGED]
+    others = [other for other in at_hand + list_configs() if other != name]
+    close = difflib.get_close_matches(name.lower(), others, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close and name not in list_configs() else ""
+    missing = f"no file, directory or model of this package is named {name!r}{hint}"
+    missing += f" (available: {', '.join(at_hand)})"
+    if name in list_configs():
+        missing += (
+            f"; it is the name of a config: models.build({name!r}) gives a model with fresh weights"
+        )
+    return missing
 
 
 def _download(name: str, weights: bool, revision: str | None, code: bool) -> Path:
