@@ -19,11 +19,19 @@ SETUP = """
 """
 
 PLAIN = """
-    compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
+
+    model = Transformer(TransformerConfig(**sizes | dict(n_layers=1))).eval()
+    compiled = torch.compile(model, fullgraph=True, backend=counting)
     with torch.no_grad():
         for length in (7, 4, 9, 2):
             text = torch.randint(23, (3, length))
             torch.testing.assert_close(compiled(text), model(text), atol=1e-5, rtol=0)
+    assert len(graphs) == 2, "one graph is for the first length, and one for all other lengths"
 """
 
 BAKED = """
@@ -257,7 +265,7 @@ SCRIPTS = {
 }
 # These scripts run in every test run, with the backend "eager", which runs the traced graph without
 # changing it. With --full, all scripts run.
-QUICK = ("baked", "added", "steps", "generated")
+QUICK = ("plain", "baked", "added", "steps", "generated")
 RUNS = [
     (QUICK, "eager"),
     *(

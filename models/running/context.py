@@ -420,7 +420,7 @@ def _masks_by_rule(
     masks: dict[int, Visible] = {}
     for window in windows:
         first = oldest_reached(window, columns.start) if columns.is_cached else 0
-        rule = rule_of(window, range(first, columns.end), real=real, positions=positions)
+        rule = rule_of(window, (first, columns.end), real=real, positions=positions)
         n_new = columns.end - columns.start
         masks[window] = shared(rule, (n_new, columns.end - first), columns.device)
     return masks

@@ -111,7 +111,9 @@ def shared(mask: Visible, shape: Sequence[int], device: torch.device) -> Visible
     return dense(mask, shape, device)
 
 
-def rule_of(window: int, keys: range, real: Tensor | None, positions: Tensor | None) -> Rule | None:
+def rule_of(
+    window: int, columns: tuple[int, int], real: Tensor | None, positions: Tensor | None
+) -> Rule | None:
     """Return which keys the queries of a run see, with a window and padding.
 
     The queries are the last positions of the keys. The result is None if each query sees all keys
@@ -119,14 +121,16 @@ def rule_of(window: int, keys: range, real: Tensor | None, positions: Tensor | N
 
     Args:
         window: the window, or 0.
-        keys: the columns of the keys. If `positions` are given, no key was dropped, so they begin
-            at 0.
+        columns: the column of the first key, and the column after the last key. If `positions` are
+            given, no key was dropped, so the first column is 0.
         real: True at the columns that are not padding; None if there is no padding.
         positions: the position of each column, if texts have padding between tokens.
     """
+    # A `range` of these columns would be compiled anew for each length of a text.
+    first, end = columns
     if real is None:
-        return Rule(window) if window and len(keys) > window else None
-    return Rule(window, real[:, keys.start :], positions)
+        return Rule(window) if window and end - first > window else None
+    return Rule(window, real[:, first:], positions)
 
 
 def as_real(
