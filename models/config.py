@@ -19,7 +19,10 @@ LEAST = {
 }
 # The largest allowed size. PyTorch would report a larger one as an overflow, without its name.
 MOST = 2**31
-SHORTFORMER = "shortformer positions (Press et al. 2021) were supported until version 0.1"
+SHORTFORMER = (
+    "shortformer positions (Press et al. 2021) are not supported; use TransformerLens for such a "
+    "model"
+)
 
 
 @names_fields

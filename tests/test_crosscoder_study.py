@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from interp.features import load_crosscoder
 from interp.store import Activations, harvest
-from models import load
+from tests.shipped import pydoc
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = "--steps 3 --tuning-steps 2 --texts 20 --features 48 --k 5 --seed 1"
@@ -51,7 +51,7 @@ def test_the_study_writes_a_crosscoder_that_loads(study, tmp_path, capsys):
 
 def test_the_training_keeps_k_features_and_lowers_the_error(study, tmp_path, monkeypatch):
     monkeypatch.setattr(study, "ROWS", 256)
-    model = load("pydoc-4l")
+    model = pydoc()
     text = torch.tensor(model.tokenizer.encode("def f(x): return x\n" * 90))
     texts = text.unfold(0, 64, 19)[:70]
     stores = [harvest(model, texts, [study.POINT], tmp_path / name) for name in ("one", "two")]
@@ -73,7 +73,7 @@ def test_the_training_keeps_k_features_and_lowers_the_error(study, tmp_path, mon
 
 
 def test_stores_of_other_texts_are_an_error(study, tmp_path):
-    model = load("pydoc-4l")
+    model = pydoc()
     stores = [
         harvest(model, [word * 40], [study.POINT], tmp_path / word) for word in ("abc", "abd")
     ]

@@ -134,7 +134,7 @@ def read(data: Mapping[str, Any], tokens: Sequence[str], labels: Mapping[str, st
     )
 
 
-def _kind_of(data: Mapping[str, Any]) -> str:
+def _kind_of(data: Mapping[str, Any]) -> NodeKind:
     """Return the kind of a node.
 
     Raises:

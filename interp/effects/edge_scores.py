@@ -190,7 +190,7 @@ class _Target(NamedTuple):
         n_writers: the number of writers before the last of these readers.
     """
 
-    readings_of: range
+    readings: range
     columns: slice
     n_writers: int
 

@@ -275,7 +275,7 @@ def locate(
         raise kind(f"{missing}; a download from the hub failed: {reason}") from error
 
 
-def _require_name(name_or_path: object) -> None:
+def _require_name(name_or_path: str | os.PathLike[str]) -> None:
     """Require the name or path of a model.
 
     Raises:

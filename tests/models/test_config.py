@@ -176,7 +176,7 @@ def test_every_field_has_an_effect(name):
         (dict(norm_place="post", norm="none"), "unless there is a norm; got 'post'"),
         (dict(vocab_size_out=7), "vocab_size_out (7) than vocab_size; got True"),
         (dict(causal=False, window=2), "unless attention is causal; got 2"),
-        (dict(positions="shortformer"), "were supported until version 0.1"),
+        (dict(positions="shortformer"), "use TransformerLens for such a model"),
         (dict(mlp="gated", mlp_norm=True), "unless the MLP is plain; got True"),
         (dict(rotary_pairs="adjacent"), "unless positions are rotary; got 'adjacent'"),
         (dict(qk_norm_learned=False), "unless there is a qk_norm; got False"),

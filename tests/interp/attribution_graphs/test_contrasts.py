@@ -8,8 +8,8 @@ from interp.attribution_graphs import attribution_graph
 from interp.attribution_graphs.branches import Branches
 from interp.attribution_graphs.descent import Descent
 from interp.attribution_graphs.frozen import FrozenRun
-from models import load
 from tests.interp.attribution_graphs.transcoders import TEXT, model_of, transcoders
+from tests.shipped import pydoc
 
 # Both answers begin with the token 2, which makes the text longer by one.
 RIGHT, WRONG = (2, 6, 3, 3), (2, 5, 1)
@@ -205,7 +205,7 @@ def test_answers_that_differ_in_one_token_are_a_difference_of_logits():
 )
 def test_two_answers_must_differ(targets, message):
     with pytest.raises(ValueError, match=message):
-        attribution_graph(load("pydoc-4l"), "part KV8 and part", {}, targets=targets)
+        attribution_graph(pydoc(), "part KV8 and part", {}, targets=targets)
 
 
 def test_answers_follow_one_text_of_a_causal_model():

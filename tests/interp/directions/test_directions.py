@@ -2,6 +2,7 @@
 known weights.
 """
 
+import copy
 import math
 import struct
 
@@ -26,7 +27,8 @@ from interp.directions import (
     steering_curve,
 )
 from interp.results.result import Result
-from models import Transformer, TransformerConfig, load
+from models import Transformer, TransformerConfig
+from tests.shipped import pydoc
 
 YES = ["part KV8 is", "part QX3", "see part ZQXJ-K", "a part ABC-7 of"]
 NO = ["def f(x):", "return x", "import os, sys", "class A: pass", "for n in"]
@@ -34,7 +36,7 @@ NO = ["def f(x):", "return x", "import os, sys", "class A: pass", "for n in"]
 
 @pytest.fixture(scope="module")
 def model():
-    return load("pydoc-4l").double()
+    return copy.deepcopy(pydoc()).double()
 
 
 def rows_of(model, texts, name, pos):

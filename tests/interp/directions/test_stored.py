@@ -1,5 +1,7 @@
 """Directions from stores, compared with the same texts without a store, numpy and scikit-learn."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -7,14 +9,14 @@ import torch
 from hooks import CacheError, HookedRunner, SelectionError, UnknownNameError
 from interp.directions import difference_of_means, erasure, probe
 from interp.store import harvest
-from models import load
+from tests.shipped import pydoc
 
 NAMES = ["blocks.1.resid_post", "blocks.3.resid_post", "blocks.2.attn.z"]
 
 
 @pytest.fixture(scope="module")
 def model():
-    return load("pydoc-4l").double()
+    return copy.deepcopy(pydoc()).double()
 
 
 def letters(count, seed, first=5):
@@ -206,7 +208,7 @@ def test_stores_that_do_not_fit_are_refused(model, tmp_path):
         difference_of_means(model, store, site=NAMES[0], labels=labels, pos="user")
     with pytest.raises(SelectionError, match="got 5"):
         difference_of_means(model, store, site=NAMES[0], labels=labels, pos=OWN)
-    other = load("pydoc-4l").double()
+    other = copy.deepcopy(model)
     next(other.parameters()).data[0] += 1
     with pytest.raises(CacheError, match="weights"):
         difference_of_means(other, store, site=NAMES[0], labels=labels)

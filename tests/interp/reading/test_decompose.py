@@ -1,5 +1,6 @@
 """Streams and logits as sums of components, compared with the same sums in numpy."""
 
+import copy
 from contextlib import nullcontext
 from functools import partial
 
@@ -19,9 +20,10 @@ from interp import (
     run_with_cache,
     svd_targets,
 )
-from models import attach, load
+from models import attach
 from tests.largest import Largest
 from tests.reference import VARIANTS, VOCAB, Reference, some_tokens, tolerance, variant
+from tests.shipped import pydoc
 
 SUMS = [name for name in VARIANTS if name != "post"]
 BATCH, POS = 3, 5
@@ -488,7 +490,7 @@ def test_values_that_users_of_transformer_lens_look_for(model, tokens):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_an_answer_of_several_tokens_is_a_sum_over_its_positions(side):
-    model = load("pydoc-4l").double()
+    model = copy.deepcopy(pydoc()).double()
     texts = ["Return the list", "a list"]
     text = model.to_tokens(texts, side=side)
     logits, cache = HookedRunner(model).run_with_cache(

@@ -22,9 +22,10 @@ from interp import (
     run_with_cache,
     sweep,
 )
-from models import CharTokenizer, attach, load
+from models import CharTokenizer, attach
 from tests.interp.effects.by_hand import changed, close
 from tests.reference import BATCH, HEADS, LAYERS, POS, some_tokens, variant
+from tests.shipped import pydoc
 
 TOKENS = some_tokens(1)
 ANSWERS = torch.tensor([3, 0, 7, 22, 5])
@@ -185,7 +186,7 @@ def test_a_changed_mlp_is_undone_from_its_layer_on():
 
     Values of the original model remove the whole KL divergence at and after that block.
     """
-    base = load("pydoc-4l").double()
+    base = copy.deepcopy(pydoc()).double()
     tuned = copy.deepcopy(base)
     with torch.no_grad():
         for weight in tuned.blocks[2].mlp.parameters():
@@ -231,7 +232,7 @@ def test_models_that_do_not_fit_are_refused():
         activation_patching(tuned, PAIRS, source=base, direction="noising")
     with pytest.raises(ValueError, match="edit and source"):
         activation_patching(tuned, PAIRS, source=base, edit=edits.zero())
-    shipped, other = load("pydoc-4l"), load("pydoc-4l")
+    shipped, other = pydoc(), copy.deepcopy(pydoc())
     other.tokenizer = CharTokenizer("eh nrutR")
     pairs = Pairs("Return the", metric=log_prob(3))
     with pytest.raises(ValueError, match="same tokens.*text 0"):

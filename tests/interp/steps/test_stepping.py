@@ -8,8 +8,9 @@ import torch
 from interp import Steps
 from interp.inputs.offsets import offsets_of
 from interp.steps.spans import sentence_starts
-from models import CharTokenizer, Transformer, TransformerConfig, chat, load
+from models import CharTokenizer, Transformer, TransformerConfig, chat
 from tests.interp.texts import BYTES_OF_EACH_TOKEN
+from tests.shipped import pydoc
 
 # In each text, `|` marks where a sentence begins; the first one begins without a mark.
 SENTENCES = [
@@ -36,7 +37,7 @@ def test_sentences_begin_where_a_reader_says(marked):
 
 @pytest.fixture(scope="module")
 def model():
-    return load("pydoc-4l")
+    return pydoc()
 
 
 def test_steps_contain_all_tokens_in_order(model):

@@ -27,6 +27,7 @@ from models import (
 from models.checkpoints import BUNDLED, list_models, load, load_tokenizer, own, save
 from tests.count import ROOT
 from tests.reference import randomised
+from tests.shipped import pydoc
 
 SIZES = dict(vocab_size=23, n_ctx=17, n_layers=2, n_heads=2, d_model=12)
 TOKENIZER = CharTokenizer("abcdefghijklmnopqrstuvw")
@@ -515,13 +516,13 @@ def test_the_bundled_model_reaches_its_validation_loss():
     if hashlib.sha256(text.encode()).hexdigest() != described["text_sha256"]:
         pytest.skip(f"this Python's documentation is not that of {described['python']}")
     tokens = torch.tensor(load_tokenizer("pydoc-4l").encode(text))
-    loss = evaluate(load("pydoc-4l"), train_test_split(tokens)[1]).nats
+    loss = evaluate(pydoc(), train_test_split(tokens)[1]).nats
     assert loss <= 1.25
     assert loss == pytest.approx(described["validation_loss_nats"], abs=1e-3)
 
 
 def test_the_bundled_model_copies_in_context():
-    model, characters = load("pydoc-4l"), load_tokenizer("pydoc-4l").characters
+    model, characters = pydoc(), load_tokenizer("pydoc-4l").characters
     generator = torch.Generator().manual_seed(7)
     once = torch.randint(len(characters), (32, 40), generator=generator)
     with torch.no_grad():

@@ -19,7 +19,7 @@ REFUSED = {
     "experts": "num_experts must be None; got 3",
     "final_rms": "final_rms must be False; got True",
     "post_embedding_ln": "post_embedding_ln must be False",
-    "shortformer": r"shortformer positions \(.*\) were supported until .* got 'shortformer'",
+    "shortformer": r"shortformer positions \(.*\) are not supported; use .* got 'shortformer'",
 }
 # This package computes angles in float32, like transformers. TransformerLens computes them in
 # float64.
