@@ -155,8 +155,9 @@ def are_reproduced(blocks: Sequence[TwoRuns]) -> list[bool]:
 
 def _is_alike(block: TwoRuns) -> bool:
     """Return whether the tensors of two runs agree in number, shapes and dtypes."""
-    forms = [[(part.shape, part.dtype) for part in run] for run in (block.ours, block.theirs)]
-    return forms[0] == forms[1]
+    ours = [(part.shape, part.dtype) for part in block.ours]
+    theirs = [(part.shape, part.dtype) for part in block.theirs]
+    return ours == theirs
 
 
 def _numbers_agree(

@@ -116,9 +116,9 @@ def sides_of_padding(mask: Shaped[Tensor, "batch pos"]) -> tuple[bool, bool]:
 
 @dataclass(frozen=True)
 class AllBut:
-    """All places along an axis except `places_at`, in every example; see `all_but`."""
+    """All places along an axis except `places`, in every example; see `all_but`."""
 
-    places_at: list[int]
+    places: list[int]
 
     def __repr__(self) -> str:
         return f"all_but({', '.join(map(str, self.places))})"

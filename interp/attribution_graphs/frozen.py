@@ -491,10 +491,9 @@ class FrozenRun:
         for reading, _, pos, direction, _ in parts:
             streams.append(reading.linear.before(direction) / reading.scale[pos])
             biases.append(direction @ reading.linear.bias)
-        pos, offset, direction = (
-            torch.cat([getattr(part, name) for part in parts])
-            for name in ("pos", "offset", "direction")
-        )
+        pos = torch.cat([part.pos for part in parts])
+        offset = torch.cat([part.offset for part in parts])
+        direction = torch.cat([part.direction for part in parts])
         value = torch.cat([part.reading.value[part.pos] for part in parts])
         stages = [[part.stage] * len(part.pos) for part in parts]
         return Targets(

@@ -140,9 +140,7 @@ class DirectionContent(Content):
         self, runs: Runs, directions: Sequence[Direction]
     ) -> Float[Tensor, "direction example"]:
         """Return the change of the metric by each direction."""
-        jobs = [
-            {name: edits.add(direction) for name in direction.vectors} for direction in directions
-        ]
+        jobs = [dict.fromkeys(direction.vectors, edits.add(direction)) for direction in directions]
         return runs.per_example(effects_of_edits(runs, jobs)[1])
 
     def _mislabelled(self, trial: Trial, own: Direction) -> list[Direction]:
@@ -153,8 +151,8 @@ class DirectionContent(Content):
         for seed in trial.seeds:
             draw = torch.Generator().manual_seed(seed)
             order = torch.randperm(len(rows), generator=draw).tolist()
-            kinds = [[rows[n] for n in part] for part in (order[:n_yes], order[n_yes:])]
-            yes, no = ([[*row] for row in kind] for kind in kinds)
+            yes = [[*rows[n]] for n in order[:n_yes]]
+            no = [[*rows[n]] for n in order[n_yes:]]
             again = difference_of_means(trial.model, yes, no, [*own.vectors])
             directions.append(_as_long(again, own))
         return directions

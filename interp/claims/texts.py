@@ -248,7 +248,8 @@ def _answers(pairs: Pairs) -> tuple[TokenRows, ...]:
         return pairs.continuations.tokens
     answers: Tensor = pairs.answers
     by_example = answers[:, None] if answers.ndim == 1 else answers
-    return tuple(tuple((token,) for token in row) for row in by_example.tolist())
+    # `zip` makes a tuple of one token of each token.
+    return tuple(tuple(zip(tokens)) for tokens in by_example.tolist())
 
 
 def _pos(pairs: Pairs) -> tuple[int, ...]:

@@ -97,9 +97,10 @@ class DifferenceLens(plots.Shown):
         """Return the texts, or the numbers, of the first tokens of each direction."""
         tokens = self.top(k)
         words = tokens.tolist() if self.to_text is None else self.to_text(tokens)
-        return [
-            [f"{word}" if isinstance(word, int) else repr(word) for word in row] for row in words
-        ]
+        texts = []
+        for row in words:
+            texts.append([f"{word}" if isinstance(word, int) else repr(word) for word in row])
+        return texts
 
     def as_json(self) -> dict[str, Any]:
         """Return the size of each direction and its 20 likeliest tokens with their logits, in the

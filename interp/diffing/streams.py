@@ -224,7 +224,9 @@ def _divergences(
                 "shuffled": divergence(ours.roll(-1, 0), theirs),
             }
         )
-    joined = {kind: torch.cat([piece[kind] for piece in parts], 1) for kind in parts[0]}
+    joined = {}
+    for kind in parts[0]:
+        joined[kind] = torch.cat([piece[kind] for piece in parts], 1)
     if not has_unembed(models.base):
         joined["random"] = torch.full_like(joined["random"], torch.nan)
     return joined

@@ -348,11 +348,12 @@ class Crosscoder(plots.Shown, nn.Module):
         values = {self.index(name): value for name, value in others.items()}
         wanted = {*range(len(self.names))} - {index}
         if values.keys() != wanted:
-            names, got = (
-                ", ".join(self.names[number] for number in sorted(numbers)) or "none"
-                for numbers in (wanted, values.keys())
+            names = [self.names[number] for number in sorted(wanted)]
+            got = [self.names[number] for number in sorted(values)]
+            raise ValueError(
+                f"others must contain the values of {', '.join(names) or 'none'}; got "
+                f"{', '.join(got) or 'none'}"
             )
-            raise ValueError(f"others must contain the values of {names}; got {got}")
         offset: Tensor | None = None
         for number, value in values.items():
             if isinstance(value, ActivationCache):

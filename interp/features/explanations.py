@@ -168,10 +168,8 @@ class ExplanationScore:
             highs.append(ends.high.item() if right else math.nan)
             counts.append(len(right))
         value = sum(shares) / 2
-        below, above = (
-            math.hypot(*(share - end for share, end in zip(shares, ends, strict=True))) / 2
-            for ends in (lows, highs)
-        )
+        below = math.dist(shares, lows) / 2
+        above = math.dist(shares, highs) / 2
         return BalancedAccuracy(value, value - below, value + above, *counts)
 
     @property

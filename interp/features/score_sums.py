@@ -185,8 +185,11 @@ class ScoreSums:
         points = {}
         for name, zeros in first.points.items():
             points[name] = sum((part.points[name] for part in parts[1:]), zeros)
+        rows = {}
+        for name in first.rows:
+            rows[name] = torch.cat([part.rows[name] for part in parts])
         return ScoreSums(
-            rows={name: torch.cat([part.rows[name] for part in parts]) for name in first.rows},
+            rows=rows,
             points=points,
             digests=[digest for part in parts for digest in part.digests],
             n_left_out=sum(part.n_left_out for part in parts),

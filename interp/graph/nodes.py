@@ -486,9 +486,12 @@ def _nodes_of_branch(
     sublayer = branch.sublayer
     reads: tuple[slice, ...]
     if hasattr(sublayer, "project"):
-        sizes = (("q", sublayer.W_Q), ("k", sublayer.W_K), ("v", sublayer.W_V))
-        names = [[node_name(n, part, head) for head in range(len(w))] for part, w in sizes]
-        reads = tuple(add_nodes(readers, time, names_of_part) for names_of_part in names)
+        weights = (("q", sublayer.W_Q), ("k", sublayer.W_K), ("v", sublayer.W_V))
+        slices = []
+        for part, weight in weights:
+            names = [node_name(n, part, head) for head in range(len(weight))]
+            slices.append(add_nodes(readers, time, names))
+        reads = tuple(slices)
     else:
         reads = (add_nodes(readers, time, [node_name(n, kind)]),)
     bias = None

@@ -263,9 +263,9 @@ def _unfinished(sums: Sequence[Any]) -> dict[str, dict[str, Any]]:
     for name in first["examples"]:
         arrays = [torch.tensor(part["examples"][name], dtype=torch.float64) for part in sums]
         examples[name] = torch.cat(arrays, -1).tolist()
-    largest = {
-        name: _largest([part["largest"][name] for part in sums]) for name in first["largest"]
-    }
+    largest = {}
+    for name in first["largest"]:
+        largest[name] = _largest([part["largest"][name] for part in sums])
     return {"examples": examples, "largest": largest}
 
 

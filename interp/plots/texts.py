@@ -300,7 +300,9 @@ def lens(readout: Any) -> View:
     words, likeliest = readout.first or (None, readout.tokens[:, 0].tolist())
     columns = readout.columns
     words = words and [words[column] for column in columns]
-    likeliest = [[layer[column] for column in columns] for layer in likeliest]
+    of_columns = []
+    for tokens_of_layer in likeliest:
+        of_columns.append([tokens_of_layer[column] for column in columns])
     chances = readout.probabilities[:, 0, columns].detach().cpu()
     layers, n = chances.shape[:2]
     last = max(1, min(n, _MOST_CELLS // layers))
@@ -309,7 +311,7 @@ def lens(readout: Any) -> View:
     tips = []
     without = readout.without_numbers[::-1]
     for number, chances_of_layer in enumerate(drawn.tolist()):
-        layer = likeliest[layers - 1 - number]
+        layer = of_columns[layers - 1 - number]
         for tokens, chances_of_pos in zip(layer[-last:], chances_of_layer, strict=True):
             best = ["" if without[number] else visible(f"{token}") for token in tokens]
             percents = [f"{100 * chance:.3g} %" for chance in chances_of_pos]

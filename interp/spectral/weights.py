@@ -314,8 +314,8 @@ def singular_tokens(
 def _neurons(numbers: Int[Tensor, "k end top"]) -> list[Any]:
     """Return the names of neurons, in nested lists."""
     names = []
-    for ends in numbers.tolist():
-        names.append([[f"n{number}" for number in end] for end in ends])
+    for largest, smallest in numbers.tolist():
+        names.append([[f"n{n}" for n in largest], [f"n{n}" for n in smallest]])
     return names
 
 

@@ -89,10 +89,9 @@ def _rows(contexts: Sequence[TextValues], first: int) -> dict[str, Tensor]:
     lengths = [len(context.tokens) for context in contexts]
     places = torch.cat([torch.arange(length) for length in lengths]).int()
     numbers = torch.arange(first, first + len(contexts))
-    tensors = {
-        name: torch.cat([context.values[name] for context in contexts])
-        for name in contexts[0].values
-    }
+    tensors = {}
+    for name in contexts[0].values:
+        tensors[name] = torch.cat([context.values[name] for context in contexts])
     return tensors | {
         "tokens": torch.cat([context.tokens for context in contexts]).int(),
         "text": numbers.repeat_interleave(torch.tensor(lengths)).int(),

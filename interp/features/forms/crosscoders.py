@@ -96,7 +96,9 @@ def read_gemma_scope_2(folder: Path, *, names: Names = None) -> Crosscoder:
                 f"layers; got {[*weights['w_dec'].shape]}"
             )
         layers.append(weights)
-    of_layer = {name: [weights[name] for weights in layers] for name in layers[0]}
+    of_layer = {}
+    for name in layers[0]:
+        of_layer[name] = [weights[name] for weights in layers]
     return Crosscoder(
         W_enc=torch.stack(of_layer["w_enc"]),
         W_dec=torch.cat([weight.transpose(0, 1) for weight in of_layer["w_dec"]], dim=1),
