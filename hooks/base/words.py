@@ -32,6 +32,7 @@ RENAMED = {
     "positions": "pos",
     "direction": "vector",
     "at": "point",
+    "engine": "executor",
 }
 """Former or common spellings of our keywords, each with the keyword."""
 

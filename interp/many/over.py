@@ -21,7 +21,6 @@ from interp.many.division import read_examples, whole_call
 from interp.many.fingerprints import is_of_user
 from interp.many.passes import Passes
 from interp.pairs.pairs import Pairs
-from interp.protocol import runner_of
 from interp.reading.maxima import max_activating
 from interp.store.engines import Model, loaded, require_executor
 from interp.store.rows import points_with_edits
@@ -181,9 +180,7 @@ def _require_no_hooks(model: nn.Module, executor: Any, out: str | os.PathLike[st
     Raises:
         HookError: if edits are active, or if the model has hooks of the user and parts are stored.
     """
-    if (executor is not None or out is not None) and (
-        edited := points_with_edits(runner_of(model))
-    ):
+    if (executor is not None or out is not None) and (edited := points_with_edits(model)):
         raise HookError(
             "parts on an executor, and parts that are stored, must have no active edits, because "
             f"workers and later calls do not have them; got an edit at {edited[0]}: leave out "

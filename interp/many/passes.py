@@ -3,13 +3,12 @@
 1. Divide the examples and the arguments of a pass into parts (`division`).
 2. If there is a folder, name each part by a hash of its values (`fingerprints`), and find the
    finished parts (`folder`).
-3. Run the other parts on the executor (`jobs`).
+3. Run the other parts (`jobs`) on the executor (`interp.store.tasks`).
 4. Join the results of the parts (`joining`).
 """
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +19,9 @@ from hooks.base import progress_bar, require_integer
 from interp.many.division import PartOfExamples, Whole
 from interp.many.fingerprints import fingerprint
 from interp.many.folder import PartFolder
-from interp.many.jobs import Ended, ModelSource, PartRun, ended
+from interp.many.jobs import run_part
 from interp.many.joining import Outcome, joined_result
+from interp.store.tasks import ModelSource, TaskRun, run_tasks, runs_here
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,8 +89,7 @@ class Passes:
         self._source = ModelSource(make_model)
         # Threads and this process use the model that has read the texts. Other workers load a model
         # of their own, and this process then frees its model.
-        is_here = executor is None or isinstance(executor, ThreadPoolExecutor)
-        self._model = model if is_here else None
+        self._model = model if runs_here(executor) else None
         self._hash = "" if out is None else fingerprint("make_model", model)
 
     def run(
@@ -119,12 +118,12 @@ class Passes:
             parts = self._with_names(analysis, parts)
         of_pass, n_own = self._of_pass(parts, needs_all)
         outcomes = self._finished(parts, of_pass)
-        job = PartRun(analysis, self._source, self._out, self._model)
+        run = TaskRun(run_part, (analysis, self._out), self._source, model=self._model)
         with progress_bar("parts", total=len(of_pass), unit="part") as count:
             count(len(outcomes))
             rest = [part for part in of_pass if part.number not in outcomes]
-            for one in ended(self._executor, job, rest):
-                outcomes[one.part.number] = self._outcome(one)
+            for number, value in run_tasks(self._executor, run, rest):
+                outcomes[rest[number].number] = self._outcome(rest[number], value)
                 count()
         return Pass(whole, of_pass, n_own=n_own, outcomes=outcomes)
 
@@ -183,17 +182,13 @@ class Passes:
             )
         return outcomes
 
-    def _outcome(self, one: Ended) -> Outcome:
-        """Return the outcome of a part that has ended, or raise its error, which names the part."""
-        if one.error is not None:
-            if not isinstance(one.error, HookError) or str(one.part) not in str(one.error):
-                one.error.add_note(f"this error was raised in {one.part}")
-            raise one.error
-        outcome = one.outcome if self._folder is None else self._folder.read(one.part.name)
+    def _outcome(self, part: PartOfExamples, value: Outcome | None) -> Outcome:
+        """Return the outcome of a part that has run, from its value or from its file."""
+        outcome = value if self._folder is None else self._folder.read(part.name)
         if outcome is None:
             raise HookError(
-                f"the file of {one.part} must be in {self._out} after its run; got none: all "
-                "workers must reach this folder"
+                f"the file of {part} must be in {self._out} after its run; got none: all workers "
+                "must reach this folder"
             )
         return outcome
 

@@ -4,7 +4,7 @@ Any number of jobs can write a store. A job can be killed and resumed. A store i
 batches.
 
 Read `files` (the files on disk), `corpora` (texts in pieces) and `rows` (the stored rows of each
-piece) first. `harvesting` writes a store with `engines`, and `activations` reads it with
+piece) first. `harvesting` writes a store with `tasks` on `engines`, and `activations` reads it with
 `shuffling`. `summary` and `streaming` compute statistics, with or without a store. `imported`
 writes values that other programs have computed: `arrow` exchanges stores with SAELens, and `vllm`
 reads hidden states of vLLM. `together` is for models that are sharded over several processes.

@@ -1,6 +1,6 @@
-"""Engines run the jobs of a harvest, and the parts of `over_examples`.
+"""Executors run the jobs of a harvest, and the parts of `over_examples`.
 
-Ray provides processes, retries and transport.
+`tasks` runs jobs and parts on them. Ray provides processes, retries and transport.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from hooks.base import library, progress_bar, require_integer, requirement, shown
+from hooks.base import library, require_integer, requirement, shown
 
 Model = nn.Module | Callable[[], nn.Module]
 """A model, or a function that returns a model."""
@@ -25,6 +25,18 @@ RETRIES = 10
 
 Files that were already written are not made again.
 """
+
+
+WORKERS = 8
+"""The number of workers of an executor that does not tell its number, such as a client of Dask."""
+
+
+def n_workers(executor: Any) -> int:
+    """Return the number of workers of an executor."""
+    if isinstance(executor, Ray):
+        return executor.workers
+    # Executors have no public attribute for this number.
+    return int(getattr(executor, "_max_workers", WORKERS))
 
 
 def loaded(model: Model) -> nn.Module:
@@ -79,44 +91,11 @@ class Ray:
 
     >>> from interp.store import harvest
     >>> workers = Ray(workers=8, resources={"num_gpus": 1})
-    >>> harvest(model, texts, "*.resid_post", "out", engine=workers)  # doctest: +SKIP
+    >>> harvest(model, texts, "*.resid_post", "out", executor=workers)  # doctest: +SKIP
     """
 
     workers: int = 1
     resources: Mapping[str, Any] = field(default_factory=dict)
-
-    def run(
-        self,
-        job: Callable[..., None],
-        model: Model,
-        arguments: tuple[Any, ...],
-    ) -> None:
-        """Run all jobs of a harvest. If a worker dies, it is restarted and its job continues.
-
-        Args:
-            job: a function that runs one job. It is called with the model, the arguments and the
-                pair (job, number of jobs).
-            model: see `harvest`. If it is a module, each worker gets a copy.
-            arguments: the arguments of the job. The first argument is the texts.
-
-        Raises:
-            ImportError: if Ray is not installed.
-            ValueError: if `workers` is below 1.
-            TypeError: if the texts can be read only once.
-        """
-        require_integer("workers", self.workers)
-        if isinstance(arguments[0], Iterator):
-            raise TypeError(
-                "texts must be a path, a list or a table, because each worker reads them; "
-                f"got a {type(arguments[0]).__name__}"
-            )
-        n_jobs = JOBS_OF_WORKER * self.workers
-        shards = [(number, n_jobs) for number in range(n_jobs)]
-        with progress_bar("jobs", total=n_jobs, unit="job") as count:
-            for _, _, error in self.outcomes(job, model, arguments, shards):
-                if error is not None:
-                    raise error from None
-                count()
 
     def outcomes(
         self,

@@ -14,18 +14,18 @@ number of jobs.
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hooks import CacheError, Selector
-from hooks.base import Index, progress_bar, shown, shows_progress, without_gradients
+from hooks.base import Index, progress_bar, shows_progress, without_gradients
 from interp.store.activations import Activations
 from interp.store.corpora import Corpus, TextPiece, texts_of_files
 from interp.store.corpora import count as count_of
-from interp.store.engines import Model, Ray, loaded
+from interp.store.engines import JOBS_OF_WORKER, Model, loaded, n_workers, require_executor
 from interp.store.files import (
     FOREIGN,
     MANIFEST,
@@ -38,7 +38,8 @@ from interp.store.files import (
     require_same,
     store_of,
 )
-from interp.store.rows import Overflow, RowReader, Settings
+from interp.store.rows import Overflow, RowReader, Settings, require_no_edits
+from interp.store.tasks import ModelSource, TaskRun, run_tasks, runs_here
 
 
 @shows_progress
@@ -58,7 +59,7 @@ def harvest(
     batch: int = 16,
     per_file: int = 64,
     shard: tuple[int, int] = (0, 1),
-    engine: Ray | None = None,
+    executor: Any = None,
     progress: bool = True,
 ) -> Activations:
     """Write the values of points at every token of many texts to disk, and return the store.
@@ -97,8 +98,8 @@ def harvest(
         per_file: the number of texts in a file. The values of a file must fit into memory.
         shard: the number of this job and the number of jobs. `(3, 64)` is the fourth of 64 jobs of
             any scheduler.
-        engine: `Ray(workers=8)` runs all jobs on a Ray cluster. Default: None, which runs this job
-            here.
+        executor: an executor that runs all jobs: `Ray(workers=8)`, or any object with `submit`; see
+            `interp.over_examples`. Default: None, which runs this job here.
         progress: whether to show a progress bar, with tokens per second, after two seconds.
 
     Returns:
@@ -109,14 +110,15 @@ def harvest(
 
     Raises:
         ValueError: if the existing store, or a file, has another model, other texts or other
-            settings, even if it began at the same time; if the shard or the dtype is invalid; or if
-            a value is not finite.
-        TypeError: if the model, the engine or the dtype has a wrong type.
+            settings, even if it began at the same time; if the shard or the dtype is invalid; if
+            the executor forks; or if a value is not finite.
+        TypeError: if the model, the executor or the dtype has a wrong type, or if an executor gets
+            texts that can be read only once.
         UnknownNameError: if a name matches nothing.
         ModeError: if the model is in training mode.
-        HookError: if edits of the model's values are active, or if the model is fully sharded
-            (FSDP) and another process fails between two runs. If a process fails inside a run, the
-            other processes wait until it ends, or until the timeout of
+        HookError: if edits of the model's values are active; if a worker dies; or if the model is
+            fully sharded (FSDP) and another process fails between two runs. If a process fails
+            inside a run, the other processes wait until it ends, or until the timeout of
             `torch.distributed.init_process_group`.
         OSError: if the disk is full, or would become full according to the size of the first file.
         ImportError: if Ray is not installed.
@@ -137,15 +139,37 @@ def harvest(
     job, jobs = shard if is_pair else (0, 0)
     if not 0 <= job < jobs:
         raise ValueError(f"shard must be (job, jobs) with 0 <= job < jobs; got {shard}")
-    if engine is None:
+    require_executor(executor)
+    if executor is None:
         harvest_shard(loaded(model), texts, names=names, out=out, settings=settings, shard=shard)
-    elif isinstance(engine, Ray):
-        if jobs != 1:
-            raise ValueError(f"shard must be (0, 1) with Ray, which runs all jobs; got {shard}")
-        engine.run(harvest_shard, model, (texts, names, out, settings))
-    else:
-        raise TypeError(f"engine must be interp.store.Ray(...) or None; got {shown(engine)}")
+        return Activations(out)
+    if jobs != 1:
+        raise ValueError(f"shard must be (0, 1) with executor=, which runs all jobs; got {shard}")
+    if isinstance(texts, Iterator):
+        raise TypeError(
+            "texts must be a path, a list or a table, because each worker reads them; got a "
+            f"{type(texts).__name__}"
+        )
+    if isinstance(model, nn.Module):
+        require_no_edits(model)
+    here = loaded(model) if runs_here(executor) else None
+    run = TaskRun(harvest_shard, (texts, names, out, settings), ModelSource(model), model=here)
+    n_jobs = JOBS_OF_WORKER * n_workers(executor)
+    shards = [Shard(number, n_jobs) for number in range(n_jobs)]
+    with progress_bar("jobs", total=n_jobs, unit="job") as count:
+        for _ in run_tasks(executor, run, shards):
+            count()
     return Activations(out)
+
+
+class Shard(NamedTuple):
+    """The number of a job, and the number of jobs."""
+
+    job: int
+    jobs: int
+
+    def __str__(self) -> str:
+        return f"job {self.job} of {self.jobs}"
 
 
 @without_gradients

@@ -141,10 +141,25 @@ def by_token(runner: HookedRunner, names: Selector) -> list[str]:
     return points
 
 
-def points_with_edits(runner: HookedRunner) -> list[str]:
+def points_with_edits(model: nn.Module) -> list[str]:
     """Return the names of the points of a model at which edits are active."""
     changed = {module for module, _ in edits_in_force()}
-    return [name for name, at in runner.points.items() if at.module in changed]
+    if not changed:
+        return []
+    return [name for name, at in runner_of(model).points.items() if at.module in changed]
+
+
+def require_no_edits(model: nn.Module) -> None:
+    """Check that no edits of a model's values are active.
+
+    Raises:
+        HookError: if edits are active.
+    """
+    if edited := points_with_edits(model):
+        raise HookError(
+            "a store must contain the values of the model without edits, because edits are not "
+            f"recorded; got an edit at {edited[0]}"
+        )
 
 
 def identity(model: nn.Module) -> dict[str, Any]:
@@ -175,11 +190,7 @@ class RowReader:
     def __init__(self, model: nn.Module, names: Selector, settings: Settings) -> None:
         self.model = model
         self.runner = runner_of(model)
-        if edited := points_with_edits(self.runner):
-            raise HookError(
-                "a store must contain the values of the model without edits, because edits are not "
-                f"recorded; got an edit at {edited[0]}"
-            )
+        require_no_edits(model)
         n_ctx = getattr(getattr(of(model), "config", None), "n_ctx", None)
         sizes = [size for size in (settings.context, n_ctx) if size is not None]
         self.settings = dataclasses.replace(settings, context=min(sizes, default=None))

@@ -136,7 +136,7 @@ def by_ray() -> None:
             assert each.wait() == 0
 
     def workers(out: str) -> None:
-        harvest(small, tokens(RAY_TEXTS), NAME, out, engine=Ray(workers=2), batch=4, per_file=2)
+        harvest(small, tokens(RAY_TEXTS), NAME, out, executor=Ray(workers=2), batch=4, per_file=2)
 
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)

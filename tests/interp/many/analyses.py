@@ -9,6 +9,7 @@ import torch
 from hooks import HookedRunner
 from interp import activation_patching, direct_logit_attribution
 from models import Transformer, TransformerConfig
+from tests.shipped import pydoc
 
 VOCAB, LAYERS, HEADS = 23, 2, 3
 
@@ -41,3 +42,15 @@ def patched_once(model, pairs, count):
     if len(Path(count).read_text().splitlines()) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     return activation_patching(model, pairs, "z")
+
+
+def make_pydoc_at_second_call(count):
+    """Return a shipped model, but end this process at the first call ever.
+
+    `count` is a file that gets a line at each call.
+    """
+    with Path(count).open("a") as file:
+        file.write("call\n")
+    if len(Path(count).read_text().splitlines()) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return pydoc()

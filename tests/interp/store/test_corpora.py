@@ -226,8 +226,10 @@ def test_unknown_settings_are_refused(tmp_path):
     for call in (harvest, plan):
         with pytest.raises(TypeError, match=f"{call.__name__} .*contxt=.*: context"):
             call(model, [[1]], "blocks.0.mlp_out", tmp_path, contxt=3)
-    with pytest.raises(TypeError, match="engine must be interp.store.Ray.* got 'dask'"):
-        harvest(model, [[1]], "blocks.0.mlp_out", tmp_path, engine="dask")
+    with pytest.raises(TypeError, match="executor must have submit.* got 'dask'"):
+        harvest(model, [[1]], "blocks.0.mlp_out", tmp_path, executor="dask")
+    with pytest.raises(TypeError, match="no argument engine=; use executor="):
+        harvest(model, [[1]], "blocks.0.mlp_out", tmp_path, engine=None)
     with pytest.raises(TypeError, match="models.load.* got str"):
         harvest(lambda: "gpt2", [[1]], "blocks.0.mlp_out", tmp_path)
 
