@@ -4,11 +4,13 @@ Lazy caches (`hooks.lazy`) compute their values this way.
 
 1. Before the run, the state of the weights of each block with requested points is recorded
    (`BlockCall.listen`).
-2. During the run, copies of each block's arguments and a sample of its output are stored.
+2. During the run, copies of each block's arguments are stored, and samples of the outputs of the
+   block and of its parts (`parts_of`), such as attention and the MLP.
 3. When a value is read, its block runs again on these arguments, under the edits of the first run,
-   and records this value, or all values that are requested together (`BlockCall.run_again`). The
-   block runs to its end even if the value was computed early, because step 4 compares its output.
-4. If the weights or the sample differ, the block has changed, and the read raises an error
+   and records this value, or all values that are requested together (`BlockCall.run_again`). If
+   parts of the block compute all these values, the run ends after the last of these parts. So
+   reading attention patterns runs no MLP.
+4. If the weights or a sample differ, the block has changed, and the read raises an error
    (`require_reproduced`). Samples of several blocks are compared together.
 5. A value that was read alone stays in memory until `LazyValues.drop`. Values that are read
    together do not.
@@ -21,25 +23,31 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hooks.base import _torch, carried, mapped, piece_read, reading, tensors_in
-from hooks.base.closeness import TwoRuns, are_reproduced, block_rounding
+from hooks.base.closeness import TwoRuns, are_reproduced, block_rounding, part_rounding
 from hooks.base.errors import CacheError, HookError
 from hooks.base.memory import Bound
 from hooks.base.transfer import Copies
 from hooks.beside import unwatched
-from hooks.capture import Recorder, memory_in
+from hooks.capture import Complete, Recorder, memory_in
 from hooks.modes import Options
 from hooks.point import Point, inside
-from hooks.session import Edits, Session, hooks_disabled
+from hooks.session import Edits, Session, hooks_disabled, is_of_package
 
 
 def replay(
-    block: nn.Module, args: Any, kwargs: Any, edits: Edits, recorder: Recorder | None = None
+    block: nn.Module,
+    args: Any,
+    kwargs: Any,
+    edits: Edits,
+    recorder: Recorder | None = None,
+    listen: Callable[[Session], None] | None = None,
 ) -> Any:
     """Run one block again on the given arguments and return its output.
 
@@ -52,6 +60,7 @@ def replay(
         edits: modules, each with a function of the module's output. Modules outside the block are
             ignored.
         recorder: records its points, which must all be inside the block.
+        listen: a function that registers more hooks, which act after the edits and the recorder.
 
     >>> block = nn.Sequential(nn.ReLU(), nn.Tanhshrink())
     >>> replay(block, (torch.tensor([-1.0, 2.0]),), {}, [(block[1], lambda output: output * 0)])
@@ -66,10 +75,39 @@ def replay(
                     session.after(module, edit)
             if recorder is not None:
                 recorder.listen(session)
+            if listen is not None:
+                listen(session)
             return block(*args, **kwargs)
 
     return hooks_disabled(run)
 
+
+def parts_of(block: nn.Module) -> list[nn.Module]:
+    """Return the children of a block that contain modules with weights, in the block's order.
+
+    They are attention and the MLP, but not norms. The list is empty if a run of the block must not
+    end early, because something may act at its end: a shard, a compiler, a hook of the user, or an
+    object that has replaced `block.forward`, for example to move weights back after each run.
+    """
+    has_other_ends = (
+        "forward" in vars(block)
+        or _torch.is_compiled(block)
+        or any(not is_of_package(hook) for hook in _torch.hooks_of(block))
+        or any(map(_torch.is_fully_sharded, block.modules()))
+    )
+    if has_other_ends:
+        return []
+    parts = dict.fromkeys(_torch.children(block))
+    return [part for part in parts if any(map(_has_weights, _torch.children(part)))]
+
+
+def _has_weights(module: nn.Module) -> bool:
+    """Return whether a module or a module inside it has weights."""
+    return next(module.parameters(), None) is not None
+
+
+Samples = dict[nn.Module, list[Tensor]]
+"""Samples of the outputs of modules, by module; see `sampled`."""
 
 _CONSTANTS = (type(None), int, float, str, torch.dtype)
 
@@ -100,9 +138,10 @@ class BlockCall:
 
     A write to a weight or buffer, or its replacement, is always detected, unless the tensor is
     offloaded to the meta device between runs. Any other change, such as a new hook, is detected in
-    a sample of the output, which contains numbers from every row and every column. The change is
-    certain to be detected if it changes a whole row or column by more than rounding. A change of
-    single numbers may be missed.
+    a sample of an output, which contains numbers from every row and every column: the output of the
+    block, or of each part that the second run has run. The change is certain to be detected if it
+    changes a whole row or column by more than rounding. A change of single numbers may be missed.
+    A change after the last part that ran cannot change the values that are read.
 
     Attributes:
         name: the block's name.
@@ -124,7 +163,7 @@ class BlockCall:
     repeated: bool = False
     writes: bool = True
     _inputs: list[Tensor] = dataclasses.field(default_factory=list)
-    _output: list[Tensor] = dataclasses.field(default_factory=list)
+    _samples: Samples = dataclasses.field(default_factory=dict)
 
     def listen(self, session: Session, bound: Bound) -> None:
         """Store the block's next call, through hooks of the session."""
@@ -133,8 +172,11 @@ class BlockCall:
         # as long. So a block that writes into its own buffers counts as changed, and reading its
         # values raises an error.
         self._state = _torch.marks(self.block)
+        parts = parts_of(self.block)
         session.before(self.block, self._store)
         session.after(self.block, self._sample)
+        for part in parts:
+            session.after(part, partial(self._sample_part, part))
 
     def _store(self, args: Any, kwargs: Any) -> None:
         """Store the arguments of the first call, with the settings that its numbers depend on."""
@@ -163,9 +205,16 @@ class BlockCall:
 
     def _sample(self, output: Any) -> None:
         """Store a sample of the output, and whether the block wrote into its arguments."""
-        self._output = sampled(unwatched(output))
+        self._samples[self.block] = sampled(unwatched(output))
         self.writes = _versions(self._given) != self._before or -1 in self._before
         self._given = []
+
+    def _sample_part(self, part: nn.Module, output: Any) -> None:
+        """Store a sample of the output of a part of the block.
+
+        A part that runs twice, or whose output has no tensor, gets an empty sample.
+        """
+        self._samples[part] = [] if part in self._samples else _first_sampled(unwatched(output))
 
     def report(self, recorder: Recorder) -> None:
         """Tell the recorder which points the block reached.
@@ -188,8 +237,8 @@ class BlockCall:
             recorder.skip(recorder.points[name], error)
 
     def tensors(self) -> list[Tensor]:
-        """Return the stored tensors of this call: its arguments and a sample of its output."""
-        return self._inputs + self._output
+        """Return the stored tensors of this call: its arguments and the samples."""
+        return [*self._inputs, *itertools.chain.from_iterable(self._samples.values())]
 
     @_torch.without_gradients
     def run_again(
@@ -220,9 +269,7 @@ class BlockCall:
             memory_of_others = {*memory_of_others, *memory_in(self._inputs)}
         recorder = Recorder(points, options, memory_of_others=memory_of_others)
         with real_tensors(self):
-            precision = self._precision()
-            output = self._replayed(edits, recorder)
-            outputs = TwoRuns(self._output, output, precision)
+            outputs = self._compared(self._replayed(edits, recorder))
             second = SecondRun(self, edits, points, options, outputs, recorder.values)
             try:
                 recorder.finish(
@@ -243,17 +290,31 @@ class BlockCall:
         equally.
         """
         again = Recorder(second.points, second.options)
-        recorded = self._replayed(second.edits, again)
-        plain = self._replayed(second.edits)
-        precision = second.outputs.precision
-        runs = [
-            TwoRuns(second.outputs.theirs, recorded, 0.0),
-            TwoRuns(self._output, plain, precision),
-        ]
+        recorded = self._compared(self._replayed(second.edits, again))
+        plain = self._compared(self._replayed(second.edits))
+        runs = [TwoRuns(second.outputs.theirs, recorded.theirs, 0.0), plain]
         return all(are_reproduced(runs))
 
-    def _replayed(self, edits: Edits, recorder: Recorder | None = None) -> list[Tensor]:
-        """Return a sample of the present output of the block.
+    def _compared(self, samples: Samples) -> TwoRuns:
+        """Return the samples of a second run, and the samples of these modules in the first run."""
+        precision = self._precision(block_rounding if self.block in samples else part_rounding)
+        ours: list[Tensor] = []
+        theirs: list[Tensor] = []
+        for module, sample in samples.items():
+            ours += self._samples[module]
+            theirs += sample
+        return TwoRuns(ours, theirs, precision)
+
+    def _replayed(self, edits: Edits, recorder: Recorder | None = None) -> Samples:
+        """Run the block again, and return samples of the outputs that show whether it has changed.
+
+        They are the output of the block or, if the run ended early, the outputs of all parts that
+        ran.
+
+        Args:
+            edits: the edits of the first run.
+            recorder: records values of the run. If it has all its values, and parts of the block
+                computed all of them, the run ends early.
 
         Raises:
             CacheError: if the block wrote into its stored arguments, and did not in the first run.
@@ -265,11 +326,64 @@ class BlockCall:
 
         # A block may write into the containers of its arguments too, so they are always copied.
         args, kwargs = mapped(self._arguments, reused)
+        end = _EarlyEnd(recorder, [part for part in self._samples if self._may_end_after(part)])
         with self._autocast(), reading(self._piece):
-            output = replay(self.block, args, kwargs=kwargs, edits=edits, recorder=recorder)
+            try:
+                output = replay(
+                    self.block, args, kwargs, edits=edits, recorder=recorder, listen=end.listen
+                )
+            except Complete as stopped:
+                if stopped.args[0] is not end:
+                    raise
+                samples = end.samples
+            else:
+                samples = {self.block: sampled(output)}
         if _versions(self._inputs) != self._unwritten:
             raise _changed(self.name)
-        return sampled(output)
+        return samples
+
+    def _may_end_after(self, part: nn.Module) -> bool:
+        """Return whether a sample of a part of the block is known from the first run."""
+        return part is not self.block and bool(self._samples[part])
+
+
+class _EarlyEnd:
+    """Ends a run of a block when its recorder has all values, and parts computed all of them.
+
+    Args:
+        recorder: records the values; None for a run to the end.
+        parts: the parts of the block after which the run may end.
+
+    Attributes:
+        samples: samples of the outputs of the parts that ran.
+    """
+
+    def __init__(self, recorder: Recorder | None, parts: Sequence[nn.Module]) -> None:
+        self._recorder = recorder
+        self._parts = parts
+        self._n_before = 0
+        self._n_inside = 0
+        self.samples: Samples = {}
+
+    def listen(self, session: Session) -> None:
+        """Register the hooks."""
+        recorder = self._recorder
+        if recorder is None:
+            return
+        for part in self._parts:
+            session.before(part, partial(self._begin, recorder))
+            session.after(part, partial(self._end, recorder, part))
+
+    def _begin(self, recorder: Recorder, args: Any, kwargs: Any) -> None:
+        """Note how many values the recorder has before a part runs."""
+        self._n_before = len(recorder.fired)
+
+    def _end(self, recorder: Recorder, part: nn.Module, output: Any) -> None:
+        """Take a sample of a part, and end the run if all values were computed inside parts."""
+        self.samples[part] = _first_sampled(output)
+        self._n_inside += len(recorder.fired) - self._n_before
+        if self._n_inside == len(recorder.points):
+            raise Complete(self)
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:
@@ -339,6 +453,15 @@ def sampled(output: Any) -> list[Tensor]:
     return [_sample(tensor.detach().contiguous()) for tensor in tensors_in(output)]
 
 
+def _first_sampled(output: Any) -> list[Tensor]:
+    """Return some numbers of the first tensor of an output.
+
+    Other tensors may be missing in one of two runs, such as the pattern beside the output of
+    attention.
+    """
+    return sampled(next(tensors_in(output), None))
+
+
 def _sample(tensor: Tensor) -> Tensor:
     """Return numbers of a contiguous tensor at equal steps, from every row and every column."""
     columns = tensor.shape[-1] if tensor.ndim else 1
@@ -351,11 +474,13 @@ def _sample(tensor: Tensor) -> Tensor:
     return torch.as_strided_copy(tensor, (-(-tensor.numel() // step),), (step,))
 
 
-def numerics(tensors: list[Tensor]) -> tuple[Callable[[], Any], Callable[[], float]]:
-    """Return the numerical settings of the present run, as two functions without arguments.
+def numerics(
+    tensors: list[Tensor],
+) -> tuple[Callable[[], Any], Callable[[Callable[..., float]], float]]:
+    """Return the numerical settings of the present run, as two functions.
 
     The first function returns a context manager that restores the present state of autocast. The
-    second function returns the limit of rounding in a block; see `block_rounding`.
+    second function takes a rule, such as `block_rounding`, and returns its limit of rounding.
 
     Args:
         tensors: the arguments of the run, whose device and dtypes determine the settings.
@@ -365,9 +490,9 @@ def numerics(tensors: list[Tensor]) -> tuple[Callable[[], Any], Callable[[], flo
         kind = _autocast_device(tensors)
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
-    def precision() -> float:
+    def precision(rounding: Callable[..., float]) -> float:
         dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-        return block_rounding(dtype or torch.float32, *dtypes)
+        return rounding(dtype or torch.float32, *dtypes)
 
     def autocast() -> Any:
         return torch.autocast(_autocast_device(tensors), dtype, enabled=dtype is not None)

@@ -228,6 +228,11 @@ class _Count(_Before, Wire):
     """A hook that counts runs, so that fused kernels may run."""
 
 
+def is_of_package(hook: Any) -> bool:
+    """Return whether this package registered a hook, and not the user or another library."""
+    return isinstance(hook, _Listener | Wire)
+
+
 _no_session = Session()
 _DISABLED = weakref.ref(_no_session)
 """A marker among the sessions of a context, which `hooks_disabled` sets.

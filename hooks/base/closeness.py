@@ -9,6 +9,7 @@ a limit that depends on the operations between them:
 | no operation: a tensor was passed on or copied | 0 | | `is_same` |
 | a few operations at each place | 8 eps | the sum of all terms' sizes at the place | `is_close` |
 | a block, with different kernels | 4 eps, at least 1e-5 | number + median | `are_reproduced` |
+| attention or an MLP of a block | 16 eps, at least 1e-5 | number + median | `are_reproduced` |
 | a module, with different kernels | 16 eps, or the caller's limit | the largest | `agree` |
 | a sum of many terms, in a different order | 1000 eps, at most 0.03 | the largest | `is_rounding` |
 | a difference of two means | 100 eps | the mean size | `is_cancelled` |
@@ -111,7 +112,7 @@ class TwoRuns(NamedTuple):
         ours, theirs: the numbers of both runs. Tensors without numbers, such as tensors on the meta
             device, agree if their shapes and dtypes agree.
         precision: the allowed difference, as a fraction of the number plus the median; see
-            `block_rounding`.
+            `block_rounding` and `part_rounding`.
     """
 
     ours: Sequence[Tensor]
@@ -238,6 +239,15 @@ def block_rounding(*dtypes: torch.dtype) -> float:
     The limit for a number is this fraction of the number plus the median of all numbers.
     """
     return max(1e-5, *(4 * torch.finfo(dtype).eps for dtype in dtypes))
+
+
+def part_rounding(*dtypes: torch.dtype) -> float:
+    """Return the limit of rounding for a part of a block, such as attention, in these dtypes.
+
+    The output of a part is smaller than the residual stream that the part is added to, so the limit
+    is a larger fraction than for a block.
+    """
+    return max(1e-5, *(16 * torch.finfo(dtype).eps for dtype in dtypes))
 
 
 def sum_rounding(dtype: torch.dtype) -> float:

@@ -27,7 +27,7 @@ from hooks import (
     ModeError,
     NeverFiredError,
 )
-from models import attach
+from models import Transformer, TransformerConfig, attach
 
 # The shape checks read a value of each mapping that a function gets. In a lazy cache, this computes
 # the value. Tests that count runs or bytes, or in which a block cannot run again, use this mark to
@@ -90,7 +90,7 @@ def test_values_are_bitwise_a_run_of_the_block_on_its_stored_input(model, runner
     assert all(map(torch.equal, read, together.values()))
 
 
-def test_the_run_keeps_block_inputs_and_a_sample_of_outputs(runner, tokens):
+def test_the_run_keeps_block_inputs_and_samples_of_outputs(runner, tokens):
     _, lazy = runner.run_with_cache(tokens, lazy=True)
     stream = 4 * 7 * 10 * 4
     # The run keeps the inputs of the three blocks and of ln_final, and the outputs of embed and
@@ -98,8 +98,9 @@ def test_the_run_keeps_block_inputs_and_a_sample_of_outputs(runner, tokens):
     kept = 4 * stream + stream + 7 * 10 * 4
     # It also keeps the positions, which are an argument of every block.
     kept += 7 * 8
-    # It also keeps every ninth of the 280 numbers of each output.
-    kept += 4 * 32 * 4
+    # It also keeps every ninth of the 280 numbers of the outputs of three blocks, their attention
+    # and their MLPs, and of ln_final.
+    kept += (3 * 3 + 1) * 32 * 4
     assert lazy.axes(("pattern", 1)) == ("batch", "head", "query", "key")
     assert lazy.nbytes == kept
     assert "not computed yet" in repr(lazy)
@@ -141,6 +142,71 @@ def test_computed_values_are_stored_until_dropped(model, runner, tokens):
     lazy.drop()
     assert torch.equal(lazy["pattern", 1], first)
     assert len(graphs) == 5
+
+
+def small(kind):
+    """Return a model of two blocks with attention and an MLP, and its MLPs."""
+    if kind == "plain":
+        sizes = dict(vocab_size=11, n_ctx=7, n_layers=2, n_heads=2, d_model=10, d_mlp=13)
+        model = Transformer(TransformerConfig(**sizes)).eval()
+        return model, [block.mlp for block in model.blocks]
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
+    config = transformers.AutoConfig.for_model(kind, **sizes, vocab_size=11)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    layers = model.gpt_neox.layers if kind == "gpt_neox" else model.model.layers
+    attach(model)
+    return model, [layer.mlp for layer in layers]
+
+
+@uncomputed
+@pytest.mark.parametrize("kind", ["plain", "llama", "gpt_neox"])
+def test_reading_attention_runs_no_mlp(kind):
+    model, mlps = small(kind)
+    runner = HookedRunner(model)
+    tokens = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+    options = {} if kind == "plain" else {"use_cache": False}
+    _, eager = runner.run_with_cache(tokens, **options)
+    _, lazy = runner.run_with_cache(tokens, lazy=True, **options)
+    runs = []
+    for mlp in mlps:
+        mlp.register_forward_hook(lambda module, args, output: runs.append(module))
+    # A norm is not a part of attention or of an MLP, so its block runs to the end.
+    needs_mlp = {
+        ("pattern",): False,
+        ("q", "z"): False,
+        ("ln1.scale", "pattern"): True,
+        ("mlp.pre",): True,
+        ("pattern", "mlp.pre"): True,
+        ("resid_post",): True,
+    }
+    for names, runs_mlp in needs_mlp.items():
+        runs.clear()
+        keys = [(name, 1) for name in names]
+        for value, expected in zip(lazy.read(*keys), eager.read(*keys), strict=True):
+            torch.testing.assert_close(value, expected, atol=1e-6, rtol=0)
+        assert runs == [mlps[1]] * runs_mlp, names
+        lazy.drop()
+
+
+def test_every_part_that_ran_is_compared():
+    """In a parallel block, the MLP does not read attention, so its output does not show a change.
+
+    A value that is read before the change of the block is still right.
+    """
+    sizes = dict(vocab_size=11, n_ctx=7, n_layers=1, n_heads=2, d_model=10, d_mlp=13)
+    model = Transformer(TransformerConfig(**sizes, parallel=True)).eval()
+    tokens = torch.tensor([[3, 1, 4], [1, 5, 9]])
+    _, lazy = HookedRunner(model).run_with_cache(tokens, lazy=True)
+    handle = model.blocks[0].attn.z.register_forward_hook(lambda module, args, value: value + 1)
+    for names in (["z"], ["z", "mlp.pre"], ["attn_out"]):
+        with pytest.raises(CacheError, match="blocks.0"):
+            lazy.read(*((name, 0) for name in names))
+    handle.remove()
+    model.blocks[0].mlp.register_forward_hook(lambda module, args, value: value + 1)
+    assert lazy["z", 0].shape == (2, 3, 2, 5)
+    with pytest.raises(CacheError, match="blocks.0"):
+        lazy["mlp.pre", 0]
 
 
 def test_edits_of_the_run_act_in_the_recomputation_and_later_ones_do_not(model, runner, tokens):
@@ -189,14 +255,22 @@ CHANGES = {
 }
 
 
+# These changes act after attention and change no weight, so `z` is the same as in the first run.
+AFTER_ATTENTION = ("hook", "activation", "child")
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_changed_since_is_an_error(model, runner, tokens, change):
+    _, eager = runner.run_with_cache(tokens)
     _, lazy = runner.run_with_cache(tokens, lazy=True)
     kept = lazy["z", 0]
     with torch.no_grad():
         CHANGES[change](model.blocks[1])
-    with pytest.raises(CacheError, match="blocks.1"):
-        lazy["z", 1]
+    if change in AFTER_ATTENTION:
+        torch.testing.assert_close(lazy["z", 1], eager["z", 1], atol=1e-6, rtol=0)
+    for name in ["resid_post", "mlp.post"] + ["z"] * (change not in AFTER_ATTENTION):
+        with pytest.raises(CacheError, match="blocks.1"):
+            lazy[name, 1]
     assert torch.equal(lazy["z", 0], kept)
     assert lazy["z", 2].shape == (4, 7, 2, 5), "the other blocks are what they were"
 
@@ -213,7 +287,7 @@ def test_hooks_that_are_gone_and_edits_that_are_not_the_same_twice(model, runner
     factor = 5
     for layer in range(3):
         with pytest.raises(CacheError, match=f"blocks.{layer}"):
-            lazy["z", layer]
+            lazy["mlp_out", layer]
 
 
 def test_weights_that_a_module_has_only_since_an_earlier_run():
@@ -249,7 +323,7 @@ def test_hooks_on_all_modules_and_dropout_that_is_always_on(model, runner, token
     model.blocks[2].mlp_out.register_forward_hook(lambda m, args, value: F.dropout(value))
     _, lazy = runner.run_with_cache(tokens, lazy=True)
     with pytest.raises(CacheError, match="blocks.2"):
-        lazy["z", 2]
+        lazy["mlp_out", 2]
     with (
         nn.modules.module.register_module_forward_hook(lambda m, args, value: value * 2),
         pytest.raises(CacheError, match="blocks.1"),
@@ -400,7 +474,7 @@ def test_coarse_rounding_is_allowed_and_changes_beside_huge_values_are_found(mod
         _, lazy = runner.run_with_cache(tokens, lazy=True)
         model.blocks[2].register_forward_hook(lambda module, args, value: value + (value < 100))
     with pytest.raises(CacheError, match="blocks.2"):
-        lazy["z", 2]
+        lazy["mlp_out", 2]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -428,7 +502,7 @@ def test_a_function_of_each_layer_is_an_error_if_a_block_changed(model, runner, 
     shapes = [value.shape for value in eager.layers("pattern")]
     assert lazy.map_layers("pattern", lambda pattern: pattern.shape) == shapes
     assert eager.map_layers("pattern", lambda pattern: pattern.shape) == shapes
-    handle = model.blocks[1].register_forward_hook(lambda module, args, value: value + 1)
+    handle = model.blocks[1].attn.register_forward_hook(lambda module, args, value: value + 1)
     with pytest.raises(CacheError, match="blocks.1 changed"):
         lazy.map_layers("pattern", lambda pattern: pattern.shape)
     handle.remove()

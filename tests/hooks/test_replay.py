@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from hooks import HookedRunner, HookPoint, Options
+from hooks.base import _torch
 from hooks.capture import Recorder
-from hooks.replay import replay
+from hooks.replay import parts_of, replay
 
 X = torch.tensor([[2.0, 3.0]])
 
@@ -72,3 +73,26 @@ def test_a_shared_module_is_found_by_the_block_that_runs(blocks):
     with runner.hooks({"blocks.1.inner": lambda value, point: value + 1}):
         _, lazy = runner.run_with_cache(X, names=names, lazy=True)
     assert [lazy[name].tolist() for name in reversed(names)] == [[[17, 22]], [[3, 4]]]
+
+
+def test_a_block_has_no_parts_if_something_may_act_at_its_end(model, monkeypatch):
+    block = model.blocks[1]
+    parts = [block.attn, block.mlp]
+    assert parts_of(block) == parts
+    # Hooks of this package may miss the end of a run.
+    with HookedRunner(model).hooks({"blocks.1": lambda value, point: value}):
+        assert parts_of(block) == parts
+    forward = block.forward
+    block.forward = lambda *args: forward(*args)
+    assert parts_of(block) == []
+    del block.forward
+    handle = block.register_forward_hook(lambda module, args, output: None)
+    assert parts_of(block) == []
+    handle.remove()
+    assert parts_of(block) == parts
+    sharded = [block.mlp]
+    monkeypatch.setattr(_torch, "is_fully_sharded", lambda module: module in sharded)
+    assert parts_of(block) == []
+    sharded.clear()
+    block.compile(backend="eager")
+    assert parts_of(block) == []
