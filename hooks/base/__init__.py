@@ -29,17 +29,24 @@ from hooks.base.accessor import carried, language_of, writer_of
 from hooks.base.arguments import axis_of_rows, is_listed, require_rows, without_rows
 from hooks.base.calls import Calls, number_of_call
 from hooks.base.closeness import (
+    WRONG_SUM,
     agree,
     block_rounding,
+    code_rounding,
+    file_rounding,
+    float32_rounding,
     is_cancelled,
     is_close,
     is_rounding,
     is_same,
+    is_same_metric,
     logits_rounding,
-    metric_rounding,
     model_gap,
     module_rounding,
+    norm_rounding,
+    run_rounding,
     stream_rounding,
+    sum_error,
     sum_rounding,
 )
 from hooks.base.damage import damage_of
@@ -107,5 +114,5 @@ from hooks.base.transfer import (
     stacked,
     to_device,
 )
-from hooks.base.widening import HALF, at_least_float32, wide_dtype
+from hooks.base.widening import HALF, at_least_float32, wide_dtype, widened, widened_module
 from hooks.base.words import NoOthers, Words, forwards_in, hides_others, refuse

@@ -8,14 +8,20 @@ a limit that depends on the operations between them:
 | --- | --- | --- | --- |
 | no operation: a tensor was passed on or copied | 0 | | `is_same` |
 | a few operations at each place | 8 eps | the sum of all terms' sizes at the place | `is_close` |
+| a few operations, some of them in float32 | 8 eps of float32 | the largest | `float32_rounding` |
+| a sum of a few terms, in the same order | 4 eps | the sum of all sizes | `sum_error` |
+| a norm, in a different way | 32 eps of float32, at least 4 eps | the largest | `norm_rounding` |
 | a block, with different kernels | 4 eps, at least 1e-5 | number + median | `are_reproduced` |
 | attention or an MLP of a block | 16 eps, at least 1e-5 | number + median | `are_reproduced` |
 | a module, with different kernels | 16 eps, or the caller's limit | the largest | `agree` |
 | a sum of many terms, in a different order | 1000 eps, at most 0.03 | the largest | `is_rounding` |
 | a difference of two means | 100 eps | the mean size | `is_cancelled` |
 | n additions to the residual stream | 4 eps √n + 1e-4 | the largest | `stream_rounding` |
-| a metric, in another batch | 10 √eps, or 16 eps of the model | 1 + number | `metric_rounding` |
+| a metric, in another batch | 10 √eps, or 16 eps of the model | 1 + number | `is_same_metric` |
+| a module or a model, by different code | 1e-4, at least 16 eps | the largest | `code_rounding` |
+| logits, in a different run | 1e-3, at least 16 eps | the largest | `run_rounding` |
 | logits, in a different batch | 1e-3, or 0.05 in half precision | the largest | `logits_rounding` |
+| numbers of a file in half precision | eps of bfloat16 | the largest | `file_rounding` |
 | a whole model, in a different way | 1e-10, 1e-4, 1e-2, 1e-1 (below) | the largest | `model_gap` |
 
 The limit is the second column times the third. In the third column, "number" is the absolute value
@@ -28,7 +34,9 @@ The error of a sum grows with the size of its terms, even if the sum is small.
 """
 
 import math
+import operator
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +46,9 @@ from torch import Tensor
 from hooks.base._torch import FakeTensor
 from hooks.base.transfer import to_device
 from hooks.base.widening import HALF, at_least_float32
+
+WRONG_SUM = 4.0
+"""The least result of `sum_error` that is more than rounding."""
 
 _MODEL = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}
 
@@ -77,8 +88,36 @@ def is_close(
     if value.shape != expected.shape:
         return False
     sizes = [expected.abs(), *(term.abs() for term in terms)]
-    allowed = 8 * torch.finfo(expected.dtype).eps * torch.stack(sizes).sum(0)
+    allowed = _operations_rounding(expected.dtype) * torch.stack(sizes).sum(0)
     return bool(((value.double() - expected.double()).abs() <= allowed.double()).all())
+
+
+def sum_error(total: Shaped[Tensor, "*axes"], *terms: Tensor) -> float:
+    """Return the largest error of a sum of terms, in units of rounding.
+
+    A unit is eps times the sum of the absolute values of all terms and of the total. The terms are
+    added in order, in their precision. A result of `WRONG_SUM` or more may be smaller than the
+    largest error.
+
+    Args:
+        total: the sum, of at least two axes. Its dtype determines the rounding.
+        terms: the terms, of the shape of the sum.
+
+    >>> one, other = torch.ones(2, 3), torch.full((2, 3), 0.1)
+    >>> sum_error(one + other, one, other), sum_error(one, one, other) > WRONG_SUM
+    (0.0, True)
+    """
+    error = 0.0
+    # Most sums are already wrong in a single number, so check one number before all.
+    for part in (slice(1), slice(None)):
+        few = [term[part, part] for term in (*terms, total)]
+        size = sum((term.abs() for term in few), torch.zeros_like(few[0]))
+        limits = torch.finfo(total.dtype)
+        roundings = (size * limits.eps).clamp(min=limits.tiny)
+        error = float(((reduce(operator.add, few[:-1]) - few[-1]).abs() / roundings).max())
+        if error >= WRONG_SUM:
+            break
+    return error
 
 
 def agree(
@@ -197,6 +236,30 @@ def is_rounding(
     return ((one - other).abs() <= size) | (one == other) | (one.isnan() & other.isnan())
 
 
+def is_same_metric(
+    one: Float[Tensor, " example"] | None,
+    other: Float[Tensor, " example"] | None,
+    model_dtype: torch.dtype,
+) -> bool:
+    """Return whether two metrics of the same texts, in two batches, agree up to rounding.
+
+    Args:
+        one, other: the metrics. None never agrees, and NaN never agrees.
+        model_dtype: the dtype of the model. Two runs of one text in half precision differ by more
+            than the rounding of the metric.
+
+    >>> metric = torch.tensor([0.0, 1.0])
+    >>> is_same_metric(metric, metric + 0.003, torch.float32)
+    True
+    >>> is_same_metric(metric, metric + 0.01, torch.float32)
+    False
+    """
+    if one is None or other is None:
+        return False
+    share = max(10 * torch.finfo(other.dtype).eps ** 0.5, module_rounding(model_dtype))
+    return torch.allclose(one, other, rtol=share, atol=share)
+
+
 def is_cancelled(
     difference: Float[Tensor, "*axes"], size: Float[Tensor, "*axes"]
 ) -> Bool[Tensor, "*axes"]:
@@ -223,6 +286,29 @@ def model_gap(
     """
     actual, expected = at_least_float32(actual), at_least_float32(expected)
     return (actual - expected).abs().max().item(), _MODEL[dtype] * expected.abs().max().item()
+
+
+def _operations_rounding(dtype: torch.dtype) -> float:
+    """Return the limit of rounding for a few operations, as a fraction of the terms' sizes."""
+    return 8 * torch.finfo(dtype).eps
+
+
+def float32_rounding() -> float:
+    """Return the limit of rounding for a few operations in float32, in any dtype.
+
+    The limit is a fraction of the largest number. Use it for numbers in float64 that were computed
+    from numbers in float32, such as means.
+    """
+    return _operations_rounding(torch.float32)
+
+
+def norm_rounding(dtype: torch.dtype) -> float:
+    """Return the limit of rounding for the output of a norm that is computed in a different way.
+
+    The limit is a fraction of the largest number. Families compute norms in float32, also for
+    streams in float64.
+    """
+    return max(32 * torch.finfo(torch.float32).eps, 4 * torch.finfo(dtype).eps)
 
 
 def module_rounding(dtype: torch.dtype) -> float:
@@ -269,17 +355,29 @@ def stream_rounding(dtype: torch.dtype, n: int) -> float:
     return 4 * torch.finfo(dtype).eps * math.sqrt(n) + 1e-4
 
 
-def metric_rounding(dtype: torch.dtype, model_dtype: torch.dtype) -> float:
-    """Return the limit of rounding for the metric of a text in a different batch.
+def code_rounding(dtype: torch.dtype) -> float:
+    """Return the limit of rounding for a module or a model that different code computes.
 
-    The limit is a fraction of 1 plus the metric.
-
-    Args:
-        dtype: the dtype of the metric.
-        model_dtype: the dtype of the model. Two runs of one text in half precision differ by more
-            than the rounding of the metric.
+    The limit is a fraction of the largest number. A wrong part changes the numbers by far more.
     """
-    return max(10 * torch.finfo(dtype).eps ** 0.5, module_rounding(model_dtype))
+    return max(1e-4, module_rounding(dtype))
+
+
+def run_rounding(dtype: torch.dtype) -> float:
+    """Return the limit of rounding for the logits of the same texts in a different run.
+
+    The run may have hooks, which use different kernels, or more arguments, such as positions. The
+    limit is a fraction of the largest logit.
+    """
+    return max(1e-3, module_rounding(dtype))
+
+
+def file_rounding() -> float:
+    """Return the limit of rounding for numbers that a file may contain in half precision.
+
+    The limit is a fraction of the largest number.
+    """
+    return torch.finfo(torch.bfloat16).eps
 
 
 def logits_rounding(dtype: torch.dtype) -> float:

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
+from hooks.base.closeness import float32_rounding
+
 
 def mesh_of(model: nn.Module) -> Any:
     """Return the mesh of the processes over which a model is split; None if it is not split."""
@@ -50,7 +52,7 @@ def is_whole(value: Shaped[Tensor, "*axes"], mesh: Any) -> bool:
     sums = torch.stack([term.sum(dtype=torch.float64) for term in terms]).nan_to_num(0.0, 1.0, -1.0)
     bounds = torch.stack([sums, -sums])
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group=mesh.get_group())
-    return bool((bounds.sum(0) <= 1e-6 * bounds[0, 0]).all())
+    return bool((bounds.sum(0) <= float32_rounding() * bounds[0, 0]).all())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.base import is_rounding, without_gradients
+from hooks.base import float32_rounding, is_rounding, without_gradients
 from interp.alignment.featurizers import Featurizer
 from interp.alignment.runs import InterchangeRuns
 from interp.edits.subspaces import orthonormal
@@ -33,8 +33,6 @@ from interp.measuring import unit_of
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.results.result import Result
 from interp.runs.runs import Runs
-
-_NEGLIGIBLE = 1e-6
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -194,10 +192,10 @@ def null_spaces(
         read = _axes(site.gradients().abs().flatten(0, 1).mean(0))
     else:
         left, sizes, _ = torch.linalg.svd(reader.to(rows), full_matrices=False)
-        left = left[:, sizes > _NEGLIGIBLE * sizes.max()]
+        left = left[:, sizes > float32_rounding() * sizes.max()]
         read = left @ left.mT
     inside, sizes, _ = torch.linalg.svd(read.double() @ columns, full_matrices=False)
-    inside = inside[:, sizes > _NEGLIGIBLE]
+    inside = inside[:, sizes > float32_rounding()]
     parts = {
         "whole": _projected(columns, everything),
         "varying": _projected(columns, varying),
@@ -232,4 +230,4 @@ def _projected(columns: Float[Tensor, "d k"], projection: Float[Tensor, "d d"]) 
 
 def _axes(sizes: Float[Tensor, " d"]) -> Float[Tensor, "d d"]:
     """Return the matrix that projects on the axes whose sizes are not negligible."""
-    return (sizes > _NEGLIGIBLE * sizes.max()).to(sizes).diag()
+    return (sizes > float32_rounding() * sizes.max()).to(sizes).diag()

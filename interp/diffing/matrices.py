@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hooks import UnknownNameError
 from hooks.base import (
+    float32_rounding,
     generator,
     memory_of,
     progress_of,
@@ -584,7 +585,7 @@ def _writers(models: TwoModels, row: list[int]) -> dict[nn.Module, bool]:
         read = reads.get(module)
         if weight is None or read is None or output.numel() != added.shape[1]:
             continue
-        if float((added @ _unit(output).to(added)).max()) > 1 - 1e-6:
+        if float((added @ _unit(output).to(added)).max()) > 1 - float32_rounding():
             writers[module] = _has_columns_of_stream(module, weight, read=read, output=output)
     return writers
 

@@ -7,13 +7,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hooks.base import generator, require_integer, to_device
+from hooks.base import float32_rounding, generator, require_integer, to_device
 from hooks.shared import names_by_layer
 from interp.diffing.twins import TwoModels
 from interp.protocol import of
 
-_ROUNDING = 1e-6
-"""The relative error of values in float32 that is ignored."""
 _TRIES = 100
 """The number of random halves that are tried for each draw."""
 
@@ -61,7 +59,8 @@ class SumsOfTexts(NamedTuple):
         n_texts = len(self.counts)
         n_halves = math.comb(n_texts, n_texts // 2) if n_texts > 1 else 0
         gaps = (self.tuned - self.base) / self.counts.sum()
-        rounding = _ROUNDING * (self.tuned.abs() + self.base.abs()).sum(0) / self.counts.sum()
+        sizes = (self.tuned.abs() + self.base.abs()).sum(0) / self.counts.sum()
+        rounding = float32_rounding() * sizes
         exchanged: set[frozenset[int]] = set()
         differences: list[Tensor] = []
         for draw in range(_TRIES * draws):

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks.base import wide_dtype
+from hooks.base import float32_rounding, wide_dtype
 from interp.numbers.moments import Moments
 
 
@@ -82,8 +82,7 @@ def leace(moments: Moments) -> Eraser:
         raise ValueError(f"moments must be of at least 2 rows to erase a concept; got {moments.n}")
     size = len(moments.mean) - moments.n_labels
     sizes, vectors = torch.linalg.eigh(moments.covariance[:size, :size])
-    deviation = 10 * torch.finfo(torch.float32).eps
-    varies = sizes > deviation**2 * sizes.max()
+    varies = sizes > float32_rounding() ** 2 * sizes.max()
     roots = sizes[varies].sqrt()
     vectors = vectors[:, varies]
     whiten = (vectors / roots) @ vectors.mT

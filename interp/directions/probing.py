@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from hooks.base import (
     Index,
+    float32_rounding,
     library,
     number_of,
     progress_of,
@@ -46,7 +47,6 @@ from interp.results.result import Result
 
 _KIND = "probe"
 _RESULTS = ("auroc", "control")
-_ROUNDING = 10 * np.finfo(np.float32).eps
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -460,7 +460,7 @@ class _Classifier:
         mean, spread = values.mean(0), values.std(0)
         # A column that varies by no more than float32 rounding is treated as constant, in any
         # dtype. Its coefficient is 0.
-        spread = np.where(spread > _ROUNDING * abs(values).max(0), spread, np.inf)
+        spread = np.where(spread > float32_rounding() * abs(values).max(0), spread, np.inf)
         if self.k is not None:
             gaps = abs(values[labels == 1].mean(0) - values[labels == 0].mean(0))
             is_used = np.zeros(len(gaps), bool)

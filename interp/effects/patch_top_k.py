@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hooks.base import metric_rounding, require_integer, shows_progress
+from hooks.base import is_same_metric, require_integer, shows_progress
 from interp import edits
 from interp.json_form import Table, form
 from interp.pairs.pairs import Pairs, of_pairs
@@ -136,10 +136,10 @@ def patch_top_k(
     require_integer("budget", budget, k + 3)
     estimated_labels = {axis: [*estimate.labels[axis]] for axis in estimate.axes[:-1]}
     value = next(iter(sites.values.values()))
-    precision = metric_rounding(runs.target.dtype, value.dtype)
     have_same_places = estimated_labels == sites.labels
     target = runs.per_example(runs.target)
-    _require_same(have_same_places and _are_close(estimate.target, target, precision))
+    is_same_target = is_same_metric(estimate.target, target, value.dtype)
+    _require_same(have_same_places and is_same_target)
     order = estimated_sizes.argsort(descending=True, stable=True).tolist()
     n_outside = n_places - k
     n_sampled = min(budget - 2 - k, n_outside)
@@ -148,7 +148,7 @@ def patch_top_k(
     patched = order[:k] + [order[k + n] for n in sample]
     jobs = sites.edits(partial(edits.replace, sites.values))
     base, effects = effects_of_edits(runs, [jobs[place] for place in patched], max_bytes)
-    _require_same(_are_close(estimate.base, runs.per_example(base), precision))
+    _require_same(is_same_metric(estimate.base, runs.per_example(base), value.dtype))
     exact = runs.result(effects, {"place": patched}, base, site=choice.site)
     return _verified(estimate, exact, patched, k=k, n_outside=n_outside)
 
@@ -220,13 +220,6 @@ def _require_same(is_same: bool) -> None:
             "estimate must be a whole result of this model, metric and texts; got a different "
             "result"
         )
-
-
-def _are_close(ours: Tensor | None, theirs: Tensor | None, precision: float) -> bool:
-    """Return True if two metrics exist and agree up to rounding."""
-    if ours is None or theirs is None:
-        return False
-    return torch.allclose(ours, theirs, rtol=precision, atol=precision)
 
 
 def _listed(result: Result, indices: Sequence[int]) -> Result:

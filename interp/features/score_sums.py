@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from hooks.base import to_device, warn
+from hooks.base import float32_rounding, to_device, warn
 from interp.features.dictionary import Dictionary
 from interp.features.scores import RUNS, DictionaryScores, PointScores
 from interp.features.splicing import SplicedDictionary
@@ -141,7 +141,7 @@ class PointSums:
             raise ValueError("pos must select a token of at least one text; got none")
         variance = self.variances().sum().item()
         # Such a small variance may come from rounding only.
-        is_constant = variance <= 1e-12 * self.squares.sum().item()
+        is_constant = variance <= float32_rounding() ** 2 * self.squares.sum().item()
         explained = math.nan if is_constant else 1 - self.error.item() / variance
         density = self.active / self.n
         return PointScores(

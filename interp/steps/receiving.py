@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hooks import ActivationCache, CacheError, HookError
 from hooks.base import (
     at_least_float32,
+    float32_rounding,
     progress_of,
     require_integer,
     shows_progress,
@@ -172,5 +173,5 @@ def _kurtosis(values: Float[Tensor, "head scored"]) -> Float[Tensor, " head"]:
     variance = centred.square().mean(1)
     kurtosis = (centred**4).mean(1) / variance.square() - 3
     # Equal values have no variance, up to rounding.
-    rounding = (torch.finfo(values.dtype).eps * values.double().abs().amax(1)) ** 2
-    return kurtosis.where(variance > rounding, torch.nan).to(values.dtype)
+    rounding = float32_rounding() * values.double().abs().amax(1)
+    return kurtosis.where(variance > rounding**2, torch.nan).to(values.dtype)

@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from hooks import FusedUnlessHooked, HookError, HookPoint, HookPoints
-from hooks.base import at_least_float32, carried, is_same, tensors_in
+from hooks.base import agree, at_least_float32, carried, is_same, tensors_in
 from hooks.shared import is_listened_to
 from models.attached.context import (
     AttachedPast,
@@ -556,5 +556,5 @@ class _Slope(TorchFunctionMode):
         weights = weights.view(scores.shape)
         (slopes,) = torch.autograd.grad(scores, self._product, weights)
         slopes = (slopes.reshape(scores.shape) / weights)[output > 0]
-        same = torch.allclose(slopes, slopes[:1], rtol=1e-5, atol=0)
-        raise _SoftmaxReached(float(slopes[0]) if same else math.nan)
+        is_one_factor = agree(slopes, slopes[:1].expand_as(slopes))
+        raise _SoftmaxReached(float(slopes[0]) if is_one_factor else math.nan)

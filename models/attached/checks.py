@@ -15,7 +15,6 @@ Each check is a run on a few tokens:
 """
 
 import contextlib
-import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -29,10 +28,13 @@ from hooks.base import (
     HALF,
     agree,
     carried,
+    code_rounding,
     is_close,
     is_same,
-    mapped,
+    run_rounding,
     tensors_in,
+    widened,
+    widened_module,
     without_gradients,
 )
 from hooks.shared import Session
@@ -279,7 +281,8 @@ def _unequal_experts(wiring: Wiring, mixtures: Mapping[int, Experts]) -> Broken:
         total = (routing.gather(-1, chosen)[..., None] * outputs).sum(2)
         with torch.no_grad():
             output = module(*arguments[module][0])
-        if not agree(total.view_as(output), output * mixtures[n].factor, 1e-4):
+        rounding = code_rounding(output.dtype)
+        if not agree(total.view_as(output), output * mixtures[n].factor, rounding):
             yield n, "experts", "the weighted sum of the experts' outputs is not their joint output"
 
 
@@ -331,7 +334,8 @@ def _check_attention(wiring: Wiring) -> None:
     has_others = {points: _adds_terms(points, arguments) for points in attention}
     wrong = [points for points in attention if has_others[points]]
     is_decided = reference.dtype in HALF and None not in has_others.values()
-    if not (is_decided or wrong or agree(_run(wiring)[0], reference, 1e-3)):
+    rounding = run_rounding(reference.dtype)
+    if not (is_decided or wrong or agree(_run(wiring)[0], reference, rounding)):
         wrong = attention
     for points in wrong:
         wiring.drop(points, "scores")
@@ -339,7 +343,7 @@ def _check_attention(wiring: Wiring) -> None:
         stack.left_out["scores"] = stack.left_out["pattern"] = (
             "attention adds terms that are not supported"
         )
-    if not agree(_run(wiring, _names_without_scores(wiring))[0], reference, 1e-3):
+    if not agree(_run(wiring, _names_without_scores(wiring))[0], reference, rounding):
         kind = type(wiring.model).__name__
         raise AttachError(f"hooks must not change the logits; the logits of {kind} changed")
 
@@ -401,12 +405,7 @@ def _in_float32(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, A
     tensors = [*module.parameters(), *tensors_in((args, kwargs))]
     if not any(tensor.dtype in HALF for tensor in tensors):
         return module, args, kwargs
-
-    def widened(leaf: Any) -> Any:
-        is_half = isinstance(leaf, Tensor) and leaf.dtype in HALF
-        return leaf.float() if is_half else leaf
-
-    return copy.deepcopy(module).float(), mapped(args, widened), mapped(kwargs, widened)
+    return widened_module(module), widened(args), widened(kwargs)
 
 
 @without_gradients
@@ -418,7 +417,7 @@ def _has_other_terms(module: nn.Module, args: Any, kwargs: Any) -> bool:
     with Session() as session:
         session.after(points.pattern, lambda pattern: None)
         explicit = next(tensors_in(module(*args, **kwargs)))
-    return not agree(explicit, output, 1e-4)
+    return not agree(explicit, output, code_rounding(output.dtype))
 
 
 @without_gradients
@@ -473,12 +472,12 @@ def _broken(values: Mapping[str, Tensor], read: Sequence[Tensor] | None = None) 
         values: the values at the points `q`, `k`, `v`, `scores`, `pattern` and `z`.
         read: the inputs of modules, one of which must be z. None skips this check.
     """
-    eps = torch.finfo(values["z"].dtype).eps
-    q, k, v, scores, pattern, z = (values[name].float().cpu() for name in POINTS)
+    # The values may have different dtypes. Float64 rounds none of them.
+    q, k, v, scores, pattern, z = (values[name].cpu().double() for name in POINTS)
     k, v = (part.repeat_interleave(q.shape[2] // part.shape[2], 2) for part in (k, v))
     products = torch.einsum("bqhd,bkhd->bhqk", q, k)
     scale = (products * scores).sum() / products.square().sum()
-    equal = partial(agree, tolerance=max(1e-4, 16 * eps))
+    equal = partial(agree, tolerance=code_rounding(values["z"].dtype))
     sums = pattern.sum(-1)
     joined = z.flatten(2)
     flat = [part.reshape(joined.shape) for part in read or () if part.numel() == joined.numel()]
@@ -487,7 +486,7 @@ def _broken(values: Mapping[str, Tensor], read: Sequence[Tensor] | None = None) 
         "rows of pattern do not sum to 1": equal(sums, torch.ones_like(sums)),
         "z is not pattern·v": equal(torch.einsum("bhqk,bkhd->bqhd", pattern, v), z),
         "no module reads z": read is None
-        or any(equal(part.float().cpu(), joined) for part in flat),
+        or any(equal(part.cpu().double(), joined) for part in flat),
     }
     return next((problem for problem, holds in checks.items() if not holds), None)
 

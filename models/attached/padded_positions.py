@@ -27,6 +27,7 @@ from hooks.base import (
     logits_rounding,
     padding_messages,
     real_positions,
+    run_rounding,
     sides_of_padding,
     without_gradients,
 )
@@ -173,7 +174,9 @@ class PaddedPositions:
             # In half precision, other positions may give almost the same logits. The right
             # positions give the same bits, because the model does the same arithmetic on the same
             # shapes.
-            if is_same(shifted, alone) or (alone.dtype not in HALF and agree(shifted, alone, 1e-3)):
+            may_round = alone.dtype not in HALF
+            rounding = run_rounding(alone.dtype)
+            if is_same(shifted, alone) or (may_round and agree(shifted, alone, rounding)):
                 return first
         return None
 
@@ -197,7 +200,8 @@ class PaddedPositions:
         if not is_equal(late[:, 1:], stream):
             return True
         padded = self._logits_alone(tokens, attention_mask=mask)[:, 1:]
-        return not agree(padded, self._logits_alone(tokens[:, 1:]), 1e-3)
+        alone = self._logits_alone(tokens[:, 1:])
+        return not agree(padded, alone, run_rounding(alone.dtype))
 
     @without_gradients
     def _logits_alone(self, tokens: Tensor, **arguments: Any) -> Tensor:

@@ -17,17 +17,39 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.base import HALF, agree, at_least_float32, is_close, is_same, whole
+from hooks.base import (
+    HALF,
+    WRONG_SUM,
+    agree,
+    at_least_float32,
+    is_close,
+    is_same,
+    norm_rounding,
+    sum_error,
+    whole,
+    widened,
+)
 from hooks.shared import hooks_disabled
 from models.attached.original import embedding_of, text_config
 from models.attached.probe import Call, ProbeRun
+
+_MOST = 0.5
+"""A term explains a change if the rest has at most this share of the length of the change.
+
+This is no limit of rounding: the right term leaves almost nothing, and another term leaves more
+than the whole change.
+"""
+_STAYS = 0.1
+"""The output of a norm of twice the input differs by at most this share of the largest number.
+
+This is no limit of rounding: the output of a norm hardly changes, and a copy of the input doubles.
+"""
 
 
 @dataclass(frozen=True)
@@ -53,14 +75,14 @@ def summand(
 
     The sum is computed again in the model's precision, so the right call gives the same bits. The
     call with the smallest error is returned. If several calls have this error, it is the call that
-    ended last. The result is None if every error is at least four units of rounding.
+    ended last. The result is None if every error is more than rounding; see `sum_error`.
 
     Args:
         before, after: the stream before and after the addition.
         calls: the calls that may compute the term.
         factors: the possible factors of the output.
     """
-    best = 4.0
+    best = WRONG_SUM
     explained = None
     for factor in factors if before.shape == after.shape else ():
         for call in sorted(calls, key=lambda c: c.ended, reverse=True):
@@ -68,7 +90,7 @@ def summand(
             if output is None or output.shape != before.shape or output.dtype != before.dtype:
                 continue
             term = output if factor == 1 else output * factor
-            error = _error(after, before, term)
+            error = sum_error(after, before, term)
             if error < best and (error == 0 or _explains(term, after - before)):
                 best = error
                 explained = (call, Summand(call.module, factor, call.is_overwritten))
@@ -81,24 +103,8 @@ def _explains(term: Tensor, change: Tensor) -> bool:
     Next to a large stream, rounding to half precision hides the difference between two small terms.
     So the sum alone does not show which of them was added.
     """
-    return bool((change - term).float().norm() <= 0.5 * change.float().norm())
-
-
-def _error(after: Tensor, *terms: Tensor) -> float:
-    """Return the largest error of a sum of terms against `after`, in units of rounding.
-
-    The terms are added in order.
-    """
-    error = 0.0
-    # Most sums are already wrong in a single number, so check one number before all.
-    for part in (slice(1), slice(None)):
-        few = [term[part, part] for term in (*terms, after)]
-        size = sum((term.abs() for term in few), torch.zeros_like(few[0]))
-        roundings = (size * torch.finfo(after.dtype).eps).clamp(min=torch.finfo(after.dtype).tiny)
-        error = float(((reduce(torch.add, few[:-1]) - few[-1]).abs() / roundings).max())
-        if error > 4:
-            break
-    return error
+    rest = at_least_float32(change - term)
+    return bool(rest.norm() <= _MOST * at_least_float32(change).norm())
 
 
 def factors_of(*owners: Any) -> list[float]:
@@ -128,7 +134,7 @@ def parallel(
         for call in sorted(calls, key=lambda call: call.ended, reverse=True)
         if call.output is not None and call.output.shape == pre.shape == post.shape
     ]
-    best = 4.0
+    best = WRONG_SUM
     explained = list[tuple[Call, Summand]]()
     for second, first in itertools.combinations(fitting, 2):
         if first.ended >= second.began:
@@ -140,7 +146,7 @@ def parallel(
             output if scale == 1 else output * scale
             for output, scale in zip(outputs, scales, strict=True)
         ]
-        error = min(_error(post, *order) for order in itertools.permutations([*terms, pre]))
+        error = min(sum_error(post, *order) for order in itertools.permutations([*terms, pre]))
         if error < best:
             best = error
             explained = [
@@ -210,7 +216,7 @@ def norm_of(call: Call) -> TracedNorm | None:
         # This may be a sublayer with a norm inside, whose other parts change so little that half
         # precision hides them.
         return None
-    x, output = _in_float32(call)
+    x, output = _without_half(call)
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     for part in (weight, bias):
         # A parameter is on `meta` if it is stored elsewhere until the module runs.
@@ -221,8 +227,7 @@ def norm_of(call: Call) -> TracedNorm | None:
         given_gain = at_least_float32(whole(weight).to(x.device))
         gains = [given_gain, 1 + given_gain]
     shift = at_least_float32(whole(bias).to(x.device)) if isinstance(bias, Tensor) else 0.0
-    # Families compute norms in float32, also for float64 streams.
-    best = max(32 * torch.finfo(torch.float32).eps, 4 * torch.finfo(output.dtype).eps)
+    best = norm_rounding(output.dtype)
     norm = None
     if _hands_on(call, x, output):
         return None
@@ -240,18 +245,20 @@ def norm_of(call: Call) -> TracedNorm | None:
     return norm
 
 
-def _in_float32(call: Call) -> tuple[Tensor, Tensor]:
-    """Return the input and output of a module; in half precision, the output of a copy in float32.
+def _without_half(call: Call) -> tuple[Tensor, Tensor]:
+    """Return the input and output of a module; in half precision, of a copy in float32.
 
     Rounding to half precision hides the operation of a norm.
     """
     x = call.inputs[0]
     output = call.output
     assert output is not None
-    precise = _made_by_copy(call.module, x.float()) if output.dtype in HALF else None
-    if precise is None or precise.dtype != torch.float32:
-        return x, output
-    return x.float(), precise
+    if output.dtype in HALF:
+        precise_x = widened(x)
+        precise = _made_by_copy(call.module, precise_x)
+        if precise is not None and precise.dtype not in HALF:
+            return precise_x, precise
+    return x, output
 
 
 def _hands_on(call: Call, x: Tensor, output: Tensor) -> bool:
@@ -263,7 +270,7 @@ def _hands_on(call: Call, x: Tensor, output: Tensor) -> bool:
     if not is_close(output, x):
         return False
     twice = _made_by_copy(call.module, 2 * x)
-    return twice is None or not agree(twice, output, 0.1)
+    return twice is None or not agree(twice, output, _STAYS)
 
 
 def _made_by_copy(module: nn.Module, x: Tensor) -> Tensor | None:

@@ -40,6 +40,7 @@ from hooks import HookPoint, Identity, position_offset, start_of_piece
 from hooks.base import (
     agree,
     carried,
+    code_rounding,
     is_same,
     mapped,
     tensors_in,
@@ -60,11 +61,6 @@ from models.norm import LayerNorm, RMSNorm
 from models.weights import AttentionWeights
 
 STREAM = "batch pos d_model"
-TOLERANCE = 1e-4
-"""The tolerance in float32, relative to the largest logit.
-
-A wrong part changes the logits by far more.
-"""
 
 
 class ViewContext(NamedTuple):
@@ -139,7 +135,7 @@ class PlainView(nn.Module):
             vars(self)["_head"] = modules[has_norm:]
             self.eval()
             ours = self(tokens)
-        if not agree(ours, logits, TOLERANCE):
+        if not agree(ours, logits, code_rounding(logits.dtype)):
             raise _not_found(None, "blocks that are sums of their parts")
 
     def forward(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> Tensor:
@@ -538,7 +534,7 @@ def carried_by(recorded: RecordedBlock) -> float:
     left, bias = (_run_without(block, removed, stream, recorded.context) for stream in (x, 0 * x))
     left = left - bias
     number = float((left * x).sum() / x.square().sum())
-    if number == 0 or not agree(left, number * x, TOLERANCE):
+    if number == 0 or not agree(left, number * x, code_rounding(x.dtype)):
         raise _not_found(recorded.n, "a stream that is kept, up to a number, and not normalized,")
     return number
 
@@ -625,7 +621,8 @@ class ViewAttention(AttentionWeights, nn.Module):
         weight, bias = _weights_of(output_map, z.shape[2] * z.shape[3], q)
         self.output = _linear_of(weight * factor, bias * factor)
         self.adapter = _adapted(recorded.n, output_map, factor)
-        if not agree(self(read, context), recorded.output(layout.attn_out, "ln1_post"), TOLERANCE):
+        added = recorded.output(layout.attn_out, "ln1_post")
+        if not agree(self(read, context), added, code_rounding(added.dtype)):
             raise Undivided("the output of attention must be a linear map of z")
 
     def _values(

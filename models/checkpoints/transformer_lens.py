@@ -18,7 +18,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.base import require_kind, warn, without_gradients
+from hooks.base import agree, file_rounding, float32_rounding, require_kind, warn, without_gradients
 from models.checkpoints.assemble import Reader, SourceTable, TensorSource, assemble, expanded
 from models.checkpoints.transformer_lens_config import lens_config
 from models.config import TransformerConfig
@@ -267,14 +267,11 @@ def _same_rotation(
     expected: Float[Tensor, "1 pos 1 d_rotary"], saved: Float[Tensor, "pos _d"]
 ) -> bool:
     """Return whether the sines or cosines of a file are equal to the model's, up to rounding."""
-    expected = expected[0, :, 0]
-    # TransformerLens' values may be rounded to half precision.
-    return expected.shape == saved.shape and torch.allclose(
-        expected, saved.double().cpu(), atol=1e-2
-    )
+    return agree(saved.double().cpu(), expected[0, :, 0], file_rounding())
 
 
 def _is_centred(weights: Mapping[str, Tensor]) -> bool:
     """Return whether the unembedding was centred over the vocabulary."""
     unembedding = weights["unembed.W_U"].double()
-    return bool(unembedding.mean(1).abs().max() < 1e-6 * unembedding.abs().max())
+    rounding = float32_rounding() * unembedding.abs().max()
+    return bool(unembedding.mean(1).abs().max() < rounding)

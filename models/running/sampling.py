@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from hooks.base import generator, to_device
+from hooks.base import at_least_float32, generator, to_device
 from models.checks import check_types
 
 GREEDY_BELOW = 1e-6
@@ -67,7 +67,7 @@ class Sampling:
 
         They are -inf at tokens that a cut removes.
         """
-        logits = logits.float() / self.temperature
+        logits = at_least_float32(logits) / self.temperature
         if self.top_k is not None:
             count = min(self.top_k, logits.shape[-1])
             least = logits.topk(count).values[:, -1:]
@@ -147,8 +147,8 @@ class Sampling:
         if self.is_greedy:
             return best.indices, largest
         odds = self.cut(logits).softmax(-1)
-        # The tokens equal the draws of torch.multinomial, without its checks, because they would
-        # wait for the device in each row.
+        # The tokens equal the draws of torch.multinomial in float32, without its checks, because
+        # they would wait for the device in each row.
         noise = [
             torch.empty(odds.shape[1], device=drawn_from.device).exponential_(generator=drawn_from)
             for _, drawn_from in zip(range(len(odds)), generators, strict=True)

@@ -99,6 +99,37 @@ def test_sums_in_another_order_differ_by_a_share_of_the_largest_number():
     assert closeness.is_rounding(one, other, torch.float16)[0]
 
 
+@pytest.mark.parametrize("dtype", EPS, ids=str)
+def test_a_metric_in_another_batch_differs_by_a_share_of_one_plus_its_size(dtype):
+    """The metrics are in float32. The share is 10 √eps, or 16 eps of the dtype of the model."""
+    share = max(10 * 2**-11.5, 16 * EPS[dtype])
+    metric = torch.tensor([0.0, -4.0, 2.0])
+    for place, allowed in enumerate((share, 5 * share, 3 * share)):
+        for fraction, is_same in ((0.99, True), (1.01, False)):
+            moved = metric.clone()
+            moved[place] += fraction * allowed
+            assert closeness.is_same_metric(moved, metric, dtype) == is_same
+    assert not closeness.is_same_metric(metric, None, dtype)
+    assert not closeness.is_same_metric(metric * torch.nan, metric * torch.nan, dtype)
+
+
+def test_a_sum_of_few_terms_has_its_error_in_units_of_rounding():
+    terms = [torch.tensor([[4.0, 1.0, 3.0], [0.0, 8.0, 4.0]]), torch.full((2, 3), -4.0)]
+    total = torch.tensor([[0.0, -3.0, -1.0], [-4.0, 4.0, 0.0]])
+    assert closeness.sum_error(total, *terms) == 0
+    # The terms and the sum have the sizes 8 + 4 + 4, so one unit of rounding is 16 eps.
+    for units in (3, 5):
+        wrong = total.clone()
+        wrong[1, 1] += units * 16 * 2**-23
+        assert closeness.sum_error(wrong, *terms) == pytest.approx(units)
+    assert closeness.sum_error(total + 1, *terms) > closeness.WRONG_SUM
+
+
+def test_limits_without_a_dtype():
+    assert closeness.float32_rounding() == 2**-20
+    assert closeness.file_rounding() == 2**-7
+
+
 def test_a_difference_of_two_means_may_be_their_rounding():
     size = torch.tensor([64.0, 64.0])
     assert closeness.is_cancelled(torch.tensor([-99 * 2**-17, 101 * 2**-17]), size).tolist() == [
@@ -114,9 +145,9 @@ def test_shares_by_dtype(dtype):
     assert closeness.block_rounding(torch.float32, dtype) == max(1e-5, 4 * eps)
     assert closeness.sum_rounding(dtype) == min(0.03, 1000 * eps)
     assert closeness.stream_rounding(dtype, 9) == pytest.approx(12 * eps + 1e-4)
-    assert closeness.metric_rounding(torch.float32, dtype) == pytest.approx(
-        max(10 * 2**-11.5, 16 * eps)
-    )
+    assert closeness.code_rounding(dtype) == max(1e-4, 16 * eps)
+    assert closeness.run_rounding(dtype) == max(1e-3, 16 * eps)
+    assert closeness.norm_rounding(dtype) == max(2**-18, 4 * eps)
     assert closeness.logits_rounding(dtype) == (0.05 if eps > 1e-4 else 1e-3)
     assert wide_dtype(dtype) == (dtype if eps < 1e-6 else torch.float32)
     gap, allowed = closeness.model_gap(torch.tensor([1.0, 2.0]), torch.tensor([1.5, -4.0]), dtype)

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,6 +30,15 @@ def about(*probabilities):
 
 def generators(*seeds):
     return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+def test_logits_in_float64_stay_in_float64():
+    """Two logits are equal in float32, and their difference is two temperatures."""
+    logits = torch.tensor([[1000.0, 1000.0 + 2e-5, 999.0]], dtype=torch.float64)
+    odds = np.exp([0.0, 2.0])
+    probabilities = [*(odds / odds.sum()), 0.0]
+    assert left(logits, temperature=1e-5) == pytest.approx(probabilities, abs=1e-4)
+    assert left(logits, temperature=1e-5, top_k=1) == [0.0, 1.0, 0.0]
 
 
 # The tokens that the options exclude.
