@@ -14,6 +14,7 @@ from models.checks import require
 from models.config import TransformerConfig
 from models.linear import Linear, dropout
 from models.norm import LayerNorm
+from models.weights import NamedWeights
 
 
 def _solu(x: Tensor) -> Tensor:
@@ -30,7 +31,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class MLP(Component):
+class MLP(NamedWeights, Component):
     """`activation(x W_in + b_in) W_out + b_out`. `mlp_of` builds the class for a config.
 
     Args:

@@ -18,7 +18,31 @@ def _stacked(name: str, meaning: str) -> Any:
     return property(lambda model: stacked(map(attrgetter(name), model.blocks)), doc=meaning)
 
 
-class AttentionWeights:
+class NamedWeights:
+    """The base of modules whose weights have names of the literature: `W_Q`, `b_in` and so on."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute.
+
+        Raises:
+            AttributeError: for a name of the literature, which is a view or a copy of parameters.
+        """
+        if name[:2] in ("W_", "b_") and isinstance(getattr(type(self), name, None), property):
+            place = "attn" if name[-1] in "QKVO" else "mlp"
+            view = (
+                f"model.blocks[0].{place}.{name}" if hasattr(self, "blocks") else f"{place}.{name}"
+            )
+            if name in ("W_E", "W_U", "W_pos", "b_U"):
+                view = f"model.{name}"
+            raise AttributeError(
+                f"{name} of {type(self).__name__} cannot be assigned, because it is computed from "
+                f"the parameters: write in place, inside torch.no_grad(), such as "
+                f"{view}[...] = value"
+            )
+        super().__setattr__(name, value)
+
+
+class AttentionWeights(NamedWeights):
     """The weights of one attention layer by their usual names.
 
     Attributes:
@@ -83,7 +107,7 @@ class AttentionWeights:
         return self.qkv.offset.unflatten(0, (-1, self.d_head)).split([*self.heads])
 
 
-class BlockWeights(Component):
+class BlockWeights(NamedWeights, Component):
     """A transformer's weights by their usual names, stacked over its blocks.
 
     They are computed at each access. If blocks are on several devices, they are on the device of

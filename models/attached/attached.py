@@ -516,6 +516,19 @@ class Attached(ReadsText):
             return self._family in FAMILIES and hasattr(BlockWeights, part)
         return hasattr(self, "blocks" if part in _STEPS else part)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute.
+
+        Raises:
+            AttributeError: for a weight, which is read from the model at each access.
+        """
+        if name.startswith(("W_", "b_")):
+            raise AttributeError(
+                f"{name} of Attached cannot be assigned, because it is read from the model: change "
+                "the parameters of the model itself, inside torch.no_grad()"
+            )
+        super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith(("W_", "b_")) and self.has(name):
             return getattr(self.plain(), name)

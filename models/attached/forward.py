@@ -33,6 +33,8 @@ from hooks.base import (
 )
 from models.attached.original import HOOKED
 from models.attached.wires import Output, Replaced, texts_read
+from models.checks import should_read
+from models.running.masks import as_boolean
 
 NEW_CACHE, OLD_CACHES = "cache", ("past_key_values", "cache_params")
 """The names of the cache argument: since `transformers` 5.24, and before.
@@ -98,8 +100,8 @@ class StackForward(Replaced):
         """Return the output of the module's own forward.
 
         Raises:
-            ValueError: if the mask has other rows than the tokens, or another number of columns
-                although no argument contains earlier positions.
+            ValueError: if the mask has other rows than the tokens, another number of columns
+                although no argument contains earlier positions, or other numbers than 0 and 1.
         """
         if torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
@@ -121,7 +123,7 @@ class StackForward(Replaced):
             real = mask.flatten(0, 1)
         if real is not None and tokens.numel():
             has_earlier = self._grows and any(True for _ in _states([*args, *kwargs.values()]))
-            _require_shape(real, texts, has_earlier)
+            _require_mask(real, texts, has_earlier)
         encoded = kwargs.get("encoder_attention_mask")
         others: dict[str, Tensor] = {}
         if isinstance(encoded, Tensor) and encoded.ndim == 2:
@@ -291,8 +293,10 @@ def _states(values: list[Any]) -> Iterator[Any]:
             yield value
 
 
-def _require_shape(mask: Tensor, texts: Sequence[int], has_earlier: bool) -> None:
-    """Check that a mask has a row for each text and a column for each token.
+def _require_mask(mask: Tensor, texts: Sequence[int], has_earlier: bool) -> None:
+    """Check that a mask has a row for each text, a column for each token, and only 0 and 1.
+
+    Numbers are not checked if they cannot be read, or inside `skip_token_checks`.
 
     Args:
         mask: the mask, [batch, key].
@@ -300,12 +304,14 @@ def _require_shape(mask: Tensor, texts: Sequence[int], has_earlier: bool) -> Non
         has_earlier: whether there may be earlier tokens, which have columns too.
 
     Raises:
-        ValueError: if the mask has another shape.
+        ValueError: if the mask has another shape, or other numbers.
     """
     rows, columns = mask.shape
     has_columns = columns >= texts[1] if has_earlier else columns == texts[1]
     if rows != texts[0] or not has_columns:
         raise ValueError(padding_messages.mask_shape("attention_mask", texts, mask.shape))
+    if mask.dtype != torch.bool and should_read(mask):
+        as_boolean("attention_mask", mask.cpu())
 
 
 def _fields(output: Any) -> list[Any]:

@@ -175,7 +175,7 @@ def as_real(
         )
     if not may_read:
         return mask.bool()
-    real = _as_boolean("attention_mask", mask.cpu())
+    real = as_boolean("attention_mask", mask.cpu())
     if n_cached is None:
         if (row := _first_empty_row(real)) is not None:
             raise ValueError(padding_messages.no_real_token("attention_mask", f"row {row}"))
@@ -222,7 +222,7 @@ def as_seen(
     mask = mask[:, None] if mask.ndim == 3 else mask
     if not may_read:
         return mask.bool()
-    visible = _as_boolean("query_key_mask", mask.cpu())
+    visible = as_boolean("query_key_mask", mask.cpu())
     if not is_cached and (row := _first_empty_row(visible)) is not None:
         raise ValueError(
             f"query_key_mask must leave each row at least one key; got no key in row {row}"
@@ -242,7 +242,7 @@ def has_gaps(real: Bool[Tensor, "batch key"] | None, may_read: bool) -> bool:
     return bool(((real[:, 1:] > real[:, :-1]).sum(1) + real[:, 0] > 1).any())
 
 
-def _as_boolean(name: str, mask: Tensor) -> Tensor:
+def as_boolean(name: str, mask: Tensor) -> Tensor:
     """Return a mask of 0 and 1 as booleans.
 
     Raises:

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import re
 import warnings
 
 import pytest
@@ -129,6 +130,20 @@ def test_whoever_looks_at_the_last_steps_sees_every_position(name):
 
 
 # --- weights by name
+
+
+@pytest.mark.parametrize("place", ["blocks[0].attn.W_V", "blocks[0].mlp.b_in", "W_K", "W_U"])
+def test_an_assigned_weight_is_an_error_whose_remedy_works(place):
+    model = Transformer(TransformerConfig(**SMALL))
+    owner, _, name = f"model.{place}".rpartition(".")
+    with pytest.raises(AttributeError, match="in place") as error:
+        setattr(eval(owner), name, torch.ones(()))
+    remedy = re.search(r"such as (.*) = value", str(error.value))[1]
+    names = {"model": model, "attn": model.blocks[0].attn, "mlp": model.blocks[0].mlp}
+    with torch.no_grad():
+        exec(f"{remedy} = 1.5", names)
+    weight = getattr(eval(owner), name)
+    assert (weight if "blocks" in place or name == "W_U" else weight[0]).eq(1.5).all()
 
 
 def test_weights_by_their_usual_names(model, tokens):

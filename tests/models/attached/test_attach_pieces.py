@@ -5,6 +5,7 @@ tokens (the trained vectors of prefix tuning and prompt tuning).
 """
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -12,9 +13,10 @@ import torch
 
 from hooks import HookedRunner, start_of_piece
 from interp import edits, head_scores, logit_lens
-from models import attach
+from models import attach, skip_token_checks
 from tests import attachable
 from tests.attachable import CACHE, made
+from tests.shipped import pydoc
 
 transformers = attachable.transformers
 ROWS = [[3, 5, 7, 2, 9], [4, 6], [8, 3, 5]]
@@ -84,6 +86,20 @@ def test_a_mask_of_another_shape_is_an_error(name, shape):
     tokens = torch.arange(12).view(2, 6)
     with attach(model), pytest.raises(ValueError, match=r"attention_mask must be.* \[2, 6\]"):
         HookedRunner(model).run_with_cache(tokens, attention_mask=torch.ones(shape))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_a_mask_of_other_numbers_is_an_error_as_in_a_plain_model(name):
+    tokens, mask = torch.arange(12).view(2, 6), torch.ones(2, 6, dtype=torch.long)
+    mask[1, 4] = 2
+    model, plain = made(name), pydoc()
+    with pytest.raises(ValueError, match="got 2") as of_plain:
+        plain(tokens, attention_mask=mask)
+    with attach(model):
+        with pytest.raises(ValueError, match=re.escape(str(of_plain.value))):
+            HookedRunner(model).run_with_cache(tokens, attention_mask=mask)
+        with skip_token_checks():
+            HookedRunner(model).run_with_cache(tokens, attention_mask=mask)
 
 
 STATES = {
