@@ -10,8 +10,8 @@
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Literal
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, NoReturn
 
 import torch
 from jaxtyping import Bool, Float
@@ -135,8 +135,30 @@ class SplicedDictionary(Part):
         return torch.stack(heads, -2)
 
 
+class _Splicing(AbstractContextManager[HookedRunner]):
+    """The context manager of `splice`. Without `with`, its error says how to use it.
+
+    Args:
+        opened: the context manager that splices the dictionaries in.
+    """
+
+    def __init__(self, opened: AbstractContextManager[HookedRunner]) -> None:
+        self._opened = opened
+
+    def __enter__(self) -> HookedRunner:
+        return self._opened.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._opened.__exit__(*error)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"splice must be used in a `with` statement; got .{name} without it (with "
+            f"splice(model, dictionary) as runner: runner.{name} ...)"
+        )
+
+
 @explains_calls
-@contextmanager
 def splice(
     model: nn.Module,
     dictionaries: Dictionaries,
@@ -144,7 +166,7 @@ def splice(
     error: Error = "live",
     reads: str | Mapping[str, str] | None = None,
     point: str | None = None,
-) -> Iterator[HookedRunner]:
+) -> AbstractContextManager[HookedRunner]:
     """Make dictionaries part of a model inside a `with` statement, and yield a runner of the model.
 
     Call it as `with splice(model, dictionary) as runner:`. The features of each dictionary are
@@ -172,9 +194,10 @@ def splice(
             model runs on a few tokens to find the point with the same value. Default: the point in
             the config.
 
-    Yields:
-        A runner of the model. The activations of features are values of points whose names end with
-        `features`, [batch, pos, feature], in the unit of the dictionary.
+    Returns:
+        A context manager, which yields a runner of the model. The activations of features are the
+        values of points whose names end with `features`, [batch, pos, feature], in the unit of the
+        dictionary.
 
     Raises:
         TypeError: if an object is no dictionary, or writes to several layers.
@@ -201,6 +224,18 @@ def splice(
       blocks.1.resid_post.features  float32 [1, 9, 128]  batch pos feature
     """
     require_choice("error", error, ("live", "frozen", None))
+    return _Splicing(_spliced(model, dictionaries, error=error, reads=reads, point=point))
+
+
+@contextmanager
+def _spliced(
+    model: nn.Module,
+    dictionaries: Dictionaries,
+    error: Error,
+    reads: str | Mapping[str, str] | None,
+    point: str | None,
+) -> Iterator[HookedRunner]:
+    """Splice dictionaries into a model until the end of the `with` statement; see `splice`."""
     runner = runner_of(model)
     parts = placed(runner, dictionaries, error=error, reads=reads, point=point)
     with with_parts(model, runner.points, parts):

@@ -410,6 +410,11 @@ def test_attention_that_an_attached_model_computes_unseen_is_seen():
         assert_close(model(TOKENS).logits, expected)
 
 
+def test_a_splice_outside_a_with_statement_says_how_to_use_it(model):
+    with pytest.raises(AttributeError, match=r"`with`.*as runner: runner.run_with_cache"):
+        splice(model, {"blocks.1.resid_post": dictionary()}).run_with_cache(TOKENS)
+
+
 def test_earlier_hooks_see_the_spliced_value(model):
     place, d, seen = "blocks.1.resid_post", dictionary(), []
     handle = HookedRunner(model).add({place: lambda value, point: seen.append(value.clone())})
