@@ -29,6 +29,7 @@ from hooks.base import (
     Texts,
     all_to_device,
     require_choice,
+    require_kind,
     shows_progress,
     to_device,
     warn,
@@ -41,6 +42,7 @@ from interp.measuring import Metric, per_example
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.runs.gradients import Gradients, warn_of_flat
+from interp.runs.memory import bytes_together
 from interp.runs.models import Source, source_graph_of
 from interp.runs.runs import Runs, require_no_direction
 from interp.runs.trapezoid import TOLERANCE, PathSteps, averaged
@@ -49,6 +51,8 @@ METHODS = ("eap", "eap_ig_inputs", "eap_ig_activations")
 
 # The largest number of tokens in one batch of several runs.
 _TOKENS = 1024
+# The default memory of the changes and gradients on the CPU.
+_BYTES = 2**29
 
 
 @shows_progress
@@ -64,7 +68,7 @@ def edge_attribution(
     direction: PatchingDirection = "noising",
     source: Source | None = None,
     split_embeddings: bool = False,
-    max_bytes: int = 2**29,
+    max_bytes: int | None = None,
     progress: bool = True,
 ) -> Result:
     """Return an estimate of the effect of every edge of a `Graph`.
@@ -113,7 +117,9 @@ def edge_attribution(
         max_bytes: a bound on the memory of changes and gradients that are computed together, in
             bytes. The model, the runs and the scores do not count, and for `eap_ig_activations` the
             changes of all examples do not count either. An example that does not fit is computed in
-            parts, a few positions at a time. Default: 512 MiB.
+            parts, a few positions at a time. Each group of examples starts the kernels of the
+            scores again. Default: 512 MiB on the CPU; half of the free memory on a GPU, at least
+            512 MiB and at most 8 GiB.
         progress: whether to show a bar after two seconds.
 
     Returns:
@@ -150,11 +156,10 @@ def edge_attribution(
     if method == "eap" and steps != "auto":
         raise ValueError(f"steps must be left out for method 'eap', which has none; got {steps!r}")
     require_no_direction(source, direction, "noising")
+    require_kind("max_bytes", max_bytes, (int, float, type(None)), "a number of bytes")
     graph = Graph(model, split_embeddings)
     source_graph = source_graph_of(source, graph)
-    runs = Runs(
-        graph.runner().model, pairs, direction=direction, max_bytes=max_bytes, source=source
-    )
+    runs = Runs(graph.runner().model, pairs, direction=direction, source=source)
     source_values = runs.source(graph.needed)
     prompts = None if runs.rows is runs.pairs else runs.prompts
     where = changed_positions(over, runs.text, runs.other, prompts)
@@ -168,7 +173,7 @@ def edge_attribution(
         source_graph=source_graph,
         base=start.values,
         device=base.device,
-        max_bytes=runs.max_bytes,
+        max_bytes=bytes_together(base.device, on_cpu=_BYTES) if max_bytes is None else max_bytes,
     )
     scored = PathScores(edge_scores.of_all(start))
     difference = to_device(runs.target, base.device) - base

@@ -149,7 +149,7 @@ def sweep(
         attention_mask: 1 for tokens and 0 for padding, if `texts` is a tensor [batch, pos].
         max_bytes: a bound on the memory of the sweep in bytes, not counting the model, one unedited
             run and the memory of functions that you pass. Default: 1 GiB on the CPU; half of the
-            free memory on a GPU, at most 8 GiB.
+            free memory on a GPU, at least 512 MiB and at most 8 GiB.
         progress: whether to show a bar after two seconds.
 
     Returns:

@@ -27,7 +27,6 @@ from hooks.base import (
     POSITION_AXES,
     TEXT_AXES,
     Selection,
-    free_memory,
     number_of,
     progress_bar,
     require_kind,
@@ -40,15 +39,14 @@ from hooks.shared import is_listened_to
 from interp.edits import Edit
 from interp.measuring import metric_of_examples
 from interp.numbers.precision import has_nan
+from interp.runs.memory import bytes_together
 from interp.runs.resume import Resumed
 from interp.runs.rows import Batch, EditedRun, WholeRuns
 from interp.runs.runs import Runs
 from interp.runs.unedited import Unedited
 
-# The default memory of a sweep on the CPU; on a GPU, a share of the free memory, up to a limit.
+# The default memory of a sweep on the CPU.
 _BYTES = 2**30
-_SHARE = 0.5
-_MOST_BYTES = 2**33
 
 
 def effects_of_edits(
@@ -149,7 +147,7 @@ def _measured(
     unedited = Unedited(runner, batch, jobs)
     base = metric_of_examples(batch.metric, unedited.logits, size)
     if max_bytes is None:
-        max_bytes = bytes_of_sweep(unedited.logits.device)
+        max_bytes = bytes_together(unedited.logits.device, on_cpu=_BYTES)
     runs: Resumed | WholeRuns
     if is_alone or any(map(_counts_calls, jobs)) or not unedited.is_resumable():
         runs = WholeRuns(model, batch, jobs, max_bytes=None if is_alone else max_bytes)
@@ -182,15 +180,6 @@ def _in_order(
         return values
     order = torch.tensor(indices).argsort()
     return values.index_select(0, to_device(order, values.device))
-
-
-def bytes_of_sweep(device: torch.device) -> int:
-    """Return the default memory bound of a sweep on a device, in bytes.
-
-    More rows at once need fewer starts of kernels, for which a GPU waits.
-    """
-    free = None if device.type == "cpu" else free_memory(device)
-    return _BYTES if free is None else min(int(free * _SHARE), _MOST_BYTES)
 
 
 def runs_alone(model: nn.Module) -> bool:

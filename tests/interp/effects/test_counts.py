@@ -14,7 +14,8 @@ from interp import (
     log_prob,
 )
 from models import Transformer, TransformerConfig
-from tests.counting import counted
+from tests.counting import Starts, counted
+from tests.pretended import DEVICE, Devices
 
 SMALL, LARGE = (3, 4), (12, 12)
 
@@ -56,6 +57,13 @@ ROWS = {
 }
 
 
+def model_of(n_layers, n_heads):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=50, n_ctx=16, d_model=24, d_mlp=40)
+    config = TransformerConfig(n_layers=n_layers, n_heads=n_heads, **sizes)
+    return Transformer(config).eval().requires_grad_(False)
+
+
 @pytest.mark.filterwarnings("ignore:scores of edges should add up")
 @pytest.mark.parametrize(
     "size", [SMALL, pytest.param(LARGE, marks=pytest.mark.full)], ids=["small", "large"]
@@ -63,14 +71,47 @@ ROWS = {
 @pytest.mark.parametrize("row", ROWS)
 def test_jobs_start_few_kernels_and_seldom_wait(row, size):
     job, n_examples, mask, *limits = ROWS[row]
-    n_layers, n_heads = size
-    config = TransformerConfig(
-        vocab_size=50, n_ctx=16, n_layers=n_layers, n_heads=n_heads, d_model=24, d_mlp=40
-    )
-    torch.manual_seed(0)
-    model = Transformer(config).eval().requires_grad_(False)
+    model = model_of(*size)
     clean = torch.randint(50, (n_examples, 9))
     counts = counted(job, model, clean, (clean + 1) % 50, mask)
     starts, waits = limits[size == LARGE]
     assert counts.starts <= starts
     assert counts.waits <= waits
+
+
+def test_each_further_group_of_edges_starts_the_same_number_of_kernels(monkeypatch):
+    """With `max_bytes`, 8 texts of 9 tokens are 1, 2 or 4 groups."""
+    monkeypatch.setattr("interp.effects.edge_scores._CPU_BYTES", 2**40)
+    model = model_of(*SMALL)
+    clean = torch.randint(50, (8, 9))
+    # A position has a float32 stream for each of 16 writers and 40 readers, and 5 for each of 7
+    # norms.
+    bytes_of_text = 9 * (16 + 40 + 5 * 7) * 24 * 4
+    starts = []
+    for n_together in (8, 4, 2):
+        with Starts() as counts:
+            edges(max_bytes=n_together * bytes_of_text)(model, clean, (clean + 1) % 50, None)
+        starts.append(counts.operations.total())
+    one, two, four = starts
+    assert one <= 310
+    assert two - one <= 100
+    assert four - two == 2 * (two - one)
+
+
+def test_on_a_device_a_share_of_the_free_memory_bounds_the_groups_of_edges(monkeypatch):
+    monkeypatch.setattr("interp.runs.memory._LEAST_BYTES", 0)
+    clean = torch.randint(50, (8, 9))
+    bytes_of_text = 9 * (16 + 40 + 5 * 7) * 24 * 4
+
+    def starts(model, free, **options):
+        monkeypatch.setattr("interp.runs.memory.free_memory", lambda device: free)
+        with Starts() as counts:
+            edges(**options)(model, clean, (clean + 1) % 50, None)
+        return counts.operations.total()
+
+    with Devices():
+        model = model_of(*SMALL).to(DEVICE)
+        whole = starts(model, free=2**40)
+        two_groups = starts(model, free=2**40, max_bytes=4 * bytes_of_text)
+        of_default = starts(model, free=8 * bytes_of_text)
+    assert whole < two_groups == of_default

@@ -14,7 +14,6 @@ from torch import nn
 from hooks import EditError, HookedRunner, HookPoint, ModeError, NeverFiredError, UnknownNameError
 from hooks.base._torch import PeakBytes
 from interp import Pairs, activation_patching, edits, kl_divergence, log_prob, logit_diff, sweep
-from interp.runs import sweep as sweeping
 from tests.reference import BATCH, POS, VOCAB, separately, some_tokens, variant
 
 FORMS = [
@@ -649,15 +648,6 @@ def test_the_memory_of_the_metric_of_several_runs_is_counted():
     with PeakBytes() as memory:
         sweep(model, tokens, entries, metric, max_bytes=budget)
     assert memory.peak <= budget + first.peak
-
-
-def test_the_default_bound_is_a_share_of_the_free_memory_of_a_device(monkeypatch):
-    free = {"cuda": 3e9, "cpu": 5e9}
-    monkeypatch.setattr(sweeping, "free_memory", lambda device: free.get(device.type))
-    bounds = {name: sweeping.bytes_of_sweep(torch.device(name)) for name in ("cuda", "cpu", "mps")}
-    assert bounds == {"cuda": 1_500_000_000, "cpu": 2**30, "mps": 2**30}
-    free["cuda"] = 1e11
-    assert sweeping.bytes_of_sweep(torch.device("cuda")) == 2**33
 
 
 @torch.no_grad()
