@@ -431,16 +431,16 @@ def _steps(
     running = torch.ones(len(tokens), dtype=torch.bool, device=device)
     for _ in range(count):
         logits = read(tokens)
-        new, largest = sampling.choose_unchecked(logits, generators, running)
+        new, largest = sampling.choose_unchecked(logits, generators, running if stop else None)
         step = Step(new.clone(), running.clone(), logits)
         if stop:
             running = running & (new[:, None] != stops).all(1)
-        # Copy one tensor to the CPU, because each copy waits for the device.
-        numbers = torch.cat([largest, running.any()[None].to(largest.dtype)])
-        *largest_logits, any_running = numbers.tolist()
-        sampling.require_finite(largest_logits)
+            # Copy one tensor to the CPU, because each copy waits for the device.
+            largest = torch.cat([largest, running.any()[None].to(largest.dtype)])
+        numbers = largest.tolist()
+        sampling.require_finite(numbers[: len(new)])
         yield step
-        if not any_running:
+        if stop and not numbers[-1]:
             return
         tokens = new[:, None]
 
