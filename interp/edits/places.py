@@ -26,6 +26,7 @@ from torch.nn.functional import pad
 
 from hooks import EditError, Point, SelectionError, start_of_piece
 from hooks.base import TEXT_AXES, Rows, Selection, broadcast, piece_read, require_axes, to_device
+from interp.inputs.parts import is_in_parts
 
 Where = Mapping[str, Selection]
 """The selection along each axis."""
@@ -213,6 +214,8 @@ class Region:
             hint = " (for texts of another length, select columns with pos= and source_pos=)"
         elif axis == "batch" and source.whole:
             hint = f" (use across={('batch', *source.whole)} in edits.mean)"
+        elif axis == "batch" and is_in_parts():
+            hint = " (over_examples does not divide the values of an edit: run one part)"
         raise EditError(
             f"the {source.what} at {self.point} must have {rule} along {axis}; got {size}{hint}"
         )

@@ -89,6 +89,12 @@ def finished(result: R, finish: Callable[..., R], **options: Any) -> R:
     return result
 
 
+def is_in_parts() -> bool:
+    """Return whether a part runs now that does not contain all examples."""
+    part = _RUNNING.get()
+    return part is not None and not part.is_whole
+
+
 def require_whole(rule: str, what: str) -> None:
     """Check that all examples run now, and not only a part of them.
 
@@ -99,8 +105,7 @@ def require_whole(rule: str, what: str) -> None:
     Raises:
         ValueError: if a part runs that does not contain all examples.
     """
-    part = _RUNNING.get()
-    if part is not None and not part.is_whole:
+    if is_in_parts():
         raise ValueError(
             f"{rule} in over_examples, because {what} depends on all examples, and a part contains "
             "only some of them"

@@ -184,7 +184,10 @@ def whole_call(
         write=write,
     )
     if not len(all_examples):
-        raise ValueError("examples must contain at least one text; got none")
+        raise ValueError(
+            "examples must contain at least one text; got none (a generator is empty after its "
+            "first use: give a list)"
+        )
     for name in by_example:
         value = options.get(name)
         if not hasattr(value, "__len__") or len(value) != len(all_examples):  # type: ignore[arg-type]

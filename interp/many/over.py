@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from hooks import HookError
-from hooks.base import Texts, hooks_of, is_fully_sharded, shown, shows_progress
+from hooks.base import Texts, Words, hooks_of, is_fully_sharded, shown, shows_progress
 from hooks.shared import is_foreign
 from interp.features.evaluation import evaluate_sae
 from interp.many import decisions
@@ -28,6 +28,9 @@ from interp.store.streaming import statistics
 
 _OF_LISTS = (evaluate_sae, max_activating, statistics)
 """Analyses that pad batches of texts themselves."""
+
+_OWN_OPTIONS = ("at_once", "executor", "out", "shard", "by_example", "progress")
+"""The keywords of `over_examples` itself."""
 
 
 @shows_progress
@@ -102,10 +105,12 @@ def over_examples(
             are fewer parts than shards; if a shard has not finished its parts; if the executor
             forks; or if a fully sharded model (FSDP) gets `shard` or an executor. Errors of the
             analysis have a note with the part.
-        TypeError: if the executor has no `submit`, or the analysis returns another kind of result.
-        HookError: if a worker dies. The error names the part, and the same call repeats it. Also if
-            edits are active and there is an executor or `out`, because workers and later calls do
-            not have them; or if the model has PyTorch hooks of your own and there is `out`.
+        TypeError: if the executor has no `submit`; if the analysis does not know an option, or
+            returns another kind of result; or if a process cannot import one of the functions.
+        HookError: if a worker dies. The error names the parts that ran at that time, and the same
+            call repeats them. Also if edits are active and there is an executor or `out`, because
+            workers and later calls do not have them; or if the model has PyTorch hooks of your own
+            and there is `out`.
 
     >>> from functools import partial
     >>> from interp import Pairs, activation_patching
@@ -121,6 +126,9 @@ def over_examples(
     _require_analysis(analysis)
     require_executor(executor)
     analysis, options = _without_partial(analysis, options)
+    name = getattr(analysis, "__name__", type(analysis).__name__)
+    Words(analysis).require(options, _OWN_OPTIONS, f"over_examples({name})")
+    by_example = [by_example] if isinstance(by_example, str) else by_example
     model = loaded(make_model)
     _require_all_parts(model, executor, shard)
     _require_no_hooks(model, executor, out)

@@ -15,13 +15,13 @@ from typing import Any
 from torch import nn
 
 from hooks import HookError
-from hooks.base import progress_bar, require_integer
+from hooks.base import progress_bar
 from interp.many.division import PartOfExamples, Whole
 from interp.many.fingerprints import fingerprint
 from interp.many.folder import PartFolder
 from interp.many.jobs import run_part
 from interp.many.joining import Outcome, joined_result
-from interp.store.tasks import ModelSource, TaskRun, run_tasks, runs_here
+from interp.store.tasks import ModelSource, TaskRun, require_shard, run_tasks, runs_here
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,12 +203,7 @@ def _require_shard(
     """
     if shard is None:
         return
-    rank, n_shards = shard
-    require_integer("the number of shards", n_shards)
-    if not 0 <= rank < n_shards:
-        raise ValueError(
-            f"shard must be (rank, world_size) with 0 <= rank < world_size; got {shard}"
-        )
+    _, n_shards = require_shard(shard, "rank, world_size")
     if out is None:
         raise ValueError("shard needs out=, the folder in which all shards store their parts")
     if n_parts < n_shards:

@@ -39,7 +39,7 @@ from interp.store.files import (
     store_of,
 )
 from interp.store.rows import Overflow, RowReader, Settings, require_no_edits
-from interp.store.tasks import ModelSource, TaskRun, run_tasks, runs_here
+from interp.store.tasks import ModelSource, TaskRun, require_shard, run_tasks, runs_here
 
 
 @shows_progress
@@ -135,15 +135,12 @@ def harvest(
     ...     assert values.shape == (6, 128)
     """
     settings = Settings.of(locals())
-    is_pair = isinstance(shard, tuple | list) and [*map(type, shard)] == [int, int]
-    job, jobs = shard if is_pair else (0, 0)
-    if not 0 <= job < jobs:
-        raise ValueError(f"shard must be (job, jobs) with 0 <= job < jobs; got {shard}")
+    shard = require_shard(shard, "job, jobs")
     require_executor(executor)
     if executor is None:
         harvest_shard(loaded(model), texts, names=names, out=out, settings=settings, shard=shard)
         return Activations(out)
-    if jobs != 1:
+    if shard != (0, 1):
         raise ValueError(f"shard must be (0, 1) with executor=, which runs all jobs; got {shard}")
     if isinstance(texts, Iterator):
         raise TypeError(

@@ -8,11 +8,12 @@
 """
 
 import concurrent.futures
+import pickle
 import queue
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -22,6 +23,7 @@ from typing import Any
 from torch import nn
 
 from hooks import HookError
+from hooks.base import shown
 from interp.store.engines import Model, Ray, loaded
 
 
@@ -84,6 +86,26 @@ class TaskRun:
                 note.unlink()
 
 
+def require_shard(shard: Any, form: str) -> tuple[int, int]:
+    """Return the number of a shard and the number of shards.
+
+    Args:
+        shard: the two numbers.
+        form: their names, for the error.
+
+    Raises:
+        ValueError: if they are not two integers, or the first is too large.
+    """
+    is_pair = isinstance(shard, tuple | list) and [*map(type, shard)] == [int, int]
+    number, n_shards = shard if is_pair else (0, 0)
+    if not 0 <= number < n_shards:
+        first, last = form.split(", ")
+        raise ValueError(
+            f"shard must be two integers ({form}) with 0 <= {first} < {last}; got {shown(shard)}"
+        )
+    return number, n_shards
+
+
 def runs_here(executor: Any) -> bool:
     """Return whether all tasks run in this process, and share its model."""
     return executor is None or isinstance(executor, ThreadPoolExecutor)
@@ -101,6 +123,7 @@ def run_tasks(executor: Any, run: TaskRun, tasks: Sequence[Any]) -> Iterator[tup
 
     Raises:
         HookError: if a worker dies, or ends its program.
+        TypeError: if a task cannot be sent to a process.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as notes:
         run = replace(run, notes=notes)
@@ -110,6 +133,11 @@ def run_tasks(executor: Any, run: TaskRun, tasks: Sequence[Any]) -> Iterator[tup
             if isinstance(error, SystemExit):
                 raise HookError(
                     f"a task must return; {tasks[number]} ended its program with {error!r}"
+                ) from error
+            if (reason := _unpickled(error, executor, run, tasks[number])) is not None:
+                raise TypeError(
+                    "worker processes need functions that they can import, so define them with def "
+                    f"at the top level of a module, or use threads; got an error: {reason}"
                 ) from error
             if error is not None:
                 error.add_note(f"this error was raised in {tasks[number]}")
@@ -162,6 +190,20 @@ def _on_executor(
     finally:
         for future in number_of:
             future.cancel()
+
+
+def _unpickled(
+    error: BaseException | None, executor: Any, run: TaskRun, task: Any
+) -> Exception | None:
+    """Return the reason why a task cannot be sent to a process; None for errors of the task."""
+    errors = (pickle.PicklingError, AttributeError, TypeError)
+    if not isinstance(executor, ProcessPoolExecutor) or not isinstance(error, errors):
+        return None
+    try:
+        pickle.dumps((run, task))
+    except errors as reason:
+        return reason
+    return None
 
 
 def _death(number: int, notes: Path, tasks: Sequence[Any]) -> HookError:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from hooks import HookedRunner, HookError
+from hooks import EditError, HookedRunner, HookError
 from interp import (
     Pairs,
     activation_patching,
@@ -139,7 +139,7 @@ def test_shares_are_divided_by_the_mean_of_all_examples(model, circuit, analysis
 
 def test_arguments_of_examples_are_divided(model):
     over = partial(over_examples, direct, make_model, CLEAN, at_once=AT_ONCE)
-    joined = over(right=RIGHT, by_example=["right"])
+    joined = over(right=RIGHT, by_example="right")
     require_equal(joined, direct(model, CLEAN, right=RIGHT))
     assert joined.groups is None
     with pytest.raises(ValueError, match=r"right= is named .* of the 7 examples; got .*"):
@@ -443,7 +443,13 @@ def test_shards_are_joined_by_a_later_call(model, tmp_path):
         over(out=tmp_path)
     over(out=tmp_path, shard=(2, 3))
     require_equal(over(out=tmp_path), whole)
-    for shard, message in (((3, 3), "0 <= rank"), ((0, 5), "got 4 parts")):
+    wrong = (
+        ((3, 3), "0 <= rank"),
+        (3, "got 3"),
+        (("0", "2"), "two integers"),
+        ((0, 5), "got 4 parts"),
+    )
+    for shard, message in wrong:
         with pytest.raises(ValueError, match=message):
             over(out=tmp_path, shard=shard)
     with pytest.raises(ValueError, match="shard needs out="):
@@ -486,6 +492,8 @@ def test_what_depends_on_all_examples_is_an_error():
     for edit in (edits.noise(0.5), edits.resample(torch.randn(AT_ONCE, POS, 12))):
         with pytest.raises(ValueError, match="edits must not draw"):
             over(activation_patching, edit=edit, site="mlp_out")
+    with pytest.raises(EditError, match=r"must have size 3 along batch; got 7 \(over_examples"):
+        over(activation_patching, edit=edits.replace(torch.randn(N, POS, 12)), site="mlp_out")
     tokens = RIGHT
     with pytest.raises(ValueError, match=r"must have a method rows\(numbers\)"):
         over(
@@ -513,6 +521,32 @@ def test_what_depends_on_all_examples_is_an_error():
         over(lambda model, pairs: 3)
     with pytest.raises(TypeError, match="executor must have submit"):
         over(activation_patching, executor=8)
+
+
+def test_an_analysis_in_a_thread_must_not_end_the_program():
+    def end(model, pairs):
+        sys.exit(3)
+
+    message = r"part 0 \(examples 0 to 2\) ended its program with SystemExit\(3\)"
+    with ThreadPoolExecutor(1) as executor, pytest.raises(HookError, match=message):
+        over_examples(end, make_model, PAIRS, at_once=AT_ONCE, executor=executor)
+
+
+def test_functions_that_processes_cannot_import_are_errors():
+    """The part is not sent, so no process starts a model."""
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        ProcessPoolExecutor(1, mp_context=spawn) as executor,
+        pytest.raises(TypeError, match="define them with def at the top level of a module.*lambda"),
+    ):
+        over_examples(lambda model, pairs: 3, make_model, PAIRS, executor=executor)
+
+
+def test_misspelt_options_are_found_before_the_model_is_loaded():
+    over = partial(over_examples, activation_patching, sys.exit, PAIRS)
+    for option, close in (("shards", "shard"), ("at_onec", "at_once"), ("layer", "layers")):
+        with pytest.raises(TypeError, match=rf"no argument {option}=; close matches: {close}"):
+            over(**{option: 2})
 
 
 def test_processes_must_not_be_forked():
