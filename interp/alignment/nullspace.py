@@ -46,21 +46,12 @@ class NullSpaces:
             subspace, `varying` leaves out changes along axes on which the values of the pairs do
             not vary, and `read` uses only the part of the subspace that later parts read.
 
-    >>> from hooks import HookPoint
-    >>> class Toy(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.point = HookPoint("batch pos d_model")
-    ...
-    ...     def forward(self, tokens):
-    ...         numbers = torch.stack([tokens.float(), torch.zeros(tokens.shape)], -1)
-    ...         read = self.point(numbers)[..., 1]
-    ...         return torch.stack([read, -read], -1)
-    >>> pairs = Pairs(torch.tensor([[1]]), torch.tensor([[0]]), torch.tensor([[0, 1]]))
-    >>> result = null_spaces(Toy().eval(), pairs, "point", torch.tensor([1.0, 1.0]))
-    >>> result.effects.mean()  # of the whole subspace, its varying part, its part that is read
-    tensor([1.0000, 0.0000, 0.0000])
-    >>> result.is_suspect  # the effect needs directions that do not vary, and are not read
+    >>> values = torch.tensor([[2.0, 4.0], [0.5, 1.0], [2.0, 4.0]])  # [through, example]
+    >>> labels = {"through": ["whole", "varying", "read"]}
+    >>> result = NullSpaces(Result(values, ("through", "example"), labels=labels))
+    >>> result  # a quarter of the effect remains along axes that vary
+    NullSpaces: suspect, dormant 0.75, unread 0.00 of the effect
+    >>> result.is_suspect
     True
     """
 
@@ -177,7 +168,10 @@ def null_spaces(
     ...         read = self.point(numbers)[..., 1]
     ...         return torch.stack([read, -read], -1)
     >>> pairs = Pairs(torch.tensor([[1]]), torch.tensor([[0]]), torch.tensor([[0, 1]]))
-    >>> null_spaces(Toy().eval(), pairs, "point", torch.tensor([1.0, 1.0]))
+    >>> result = null_spaces(Toy().eval(), pairs, "point", torch.tensor([1.0, 1.0]))
+    >>> result.effects.mean()  # of the whole subspace, its varying part, its part that is read
+    tensor([1.0000, 0.0000, 0.0000])
+    >>> result  # the effect needs directions that do not vary, and are not read
     NullSpaces: suspect, dormant 1.00, unread 1.00 of the effect
     """
     runs = Runs(model, pairs, direction)

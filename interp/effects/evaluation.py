@@ -89,12 +89,7 @@ def completeness(
     of the nodes, and that the circuit lacks these parts.
 
     Args:
-        model: the model of the circuit's graph.
-        pairs: texts that were not used to find the circuit.
-        circuit: the edges that are not replaced.
-        source: the source of the replaced values; see `run_circuit`. Default: the corrupted texts.
-        max_bytes: see `run_circuit`.
-        progress: whether to show a bar after two seconds.
+        model, pairs, circuit, source, max_bytes, progress: see `faithfulness`.
 
     Returns:
         Differences of shares [without, example], without a unit; see `faithfulness`. The labels of
@@ -152,20 +147,14 @@ def minimality(
     nodes is removed. If the interval of a node contains 0, the circuit may not need the node.
 
     Args:
-        model: the model of the circuit's graph.
-        pairs: texts that were not used to find the circuit.
-        circuit: the edges that are not replaced.
-        source: the source of the replaced values; see `run_circuit`. Default: the corrupted texts.
-        max_bytes: see `run_circuit`.
-        progress: whether to show a bar after two seconds.
+        model, pairs, circuit, source, max_bytes, progress: see `faithfulness`.
 
     Returns:
         Differences of shares [node, example], without a unit; see `faithfulness`. The labels of
         `node` are the nodes of the circuit except the logits.
 
     Raises:
-        ValueError: if the circuit has no edge or belongs to another model, or the metric is the
-            same for the whole model and for the empty circuit.
+        ValueError: for the same reasons as in `completeness`.
 
     Warns:
         UserWarning: if some of the texts were used to find the circuit.

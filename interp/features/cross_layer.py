@@ -89,20 +89,7 @@ class CrossLayerTranscoder(Transcoders):
             transcodes=True,
         )
 
-    def decode(
-        self,
-        features: list[Float[Tensor, "*rows _feature"]],
-        streams: list[Float[Tensor, "*rows d_model"]] | None = None,
-    ) -> list[Float[Tensor, "*rows d_model"]]:
-        """Return the vectors that are written to each layer.
-
-        Args:
-            features: the features of each layer.
-            streams: the vectors that each layer reads. Only skip connections need them.
-
-        Raises:
-            ValueError: if the transcoder has skip connections and `streams` is missing.
-        """
+    def _decoded(self, features: list[Tensor], streams: list[Tensor] | None) -> list[Tensor]:
         outputs = []
         for layer, bias in enumerate(self.b_dec):
             written = (

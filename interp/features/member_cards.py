@@ -35,14 +35,9 @@ def crosscoder_cards(
             if the members are its layers.
         crosscoder: the crosscoder.
         texts: the texts. Each model reads them once.
-        features: the indices of the features.
         member: the model whose decoder, unembedding and tokenizer are used.
         point: the point that all members read. Default: the points in the files.
-        k: the number of examples, tokens and neighbours on each card. Default: 8.
-        pos: the positions of each text that count. In the examples, the value at
-            all other positions is 0. Default: all positions.
-        batch: the number of texts in a batch. Default: 16.
-        progress: whether to show a progress bar after two seconds. Default: True.
+        features, k, pos, batch, progress: see `feature_cards`.
 
     Returns:
         The cards, in the order of `features`.

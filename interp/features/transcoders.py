@@ -59,7 +59,6 @@ class Transcoders(nn.Module, ABC):
         layers = map(self.dictionary, self.layers)
         return [layer.encode(stream) for stream, layer in zip(streams, layers, strict=True)]
 
-    @abstractmethod
     def decode(
         self,
         features: list[Float[Tensor, "*rows _feature"]],
@@ -74,6 +73,11 @@ class Transcoders(nn.Module, ABC):
         Raises:
             ValueError: if the transcoders have skip connections and `streams` is missing.
         """
+        return self._decoded(features, streams)
+
+    @abstractmethod
+    def _decoded(self, features: list[Tensor], streams: list[Tensor] | None) -> list[Tensor]:
+        """Return the vectors that `decode` returns."""
 
 
 class TranscoderSet(Transcoders, Mapping[str, Dictionary]):
@@ -144,20 +148,7 @@ class TranscoderSet(Transcoders, Mapping[str, Dictionary]):
             raise unknown_name(str(layer), map(str, self._point_of), "layer of the transcoders")
         return self[self._point_of[layer]]
 
-    def decode(
-        self,
-        features: list[Float[Tensor, "*rows _feature"]],
-        streams: list[Float[Tensor, "*rows _d_in"]] | None = None,
-    ) -> list[Float[Tensor, "*rows _d_out"]]:
-        """Return the vectors that are written to each layer.
-
-        Args:
-            features: the features of each layer.
-            streams: the vectors that each layer reads. Only skip connections need them.
-
-        Raises:
-            ValueError: if the transcoders have skip connections and `streams` is missing.
-        """
+    def _decoded(self, features: list[Tensor], streams: list[Tensor] | None) -> list[Tensor]:
         inputs = [None] * len(self) if streams is None else streams
         parts = zip(self.values(), features, inputs, strict=True)
         return [dictionary.decode(values, x) for dictionary, values, x in parts]
