@@ -31,6 +31,7 @@ from hooks.base.calls import Calls, number_of_call
 from hooks.base.closeness import (
     WRONG_SUM,
     agree,
+    are_metric_rounding,
     block_rounding,
     code_rounding,
     file_rounding,

@@ -18,6 +18,7 @@ a limit that depends on the operations between them:
 | a difference of two means | 100 eps | the mean size | `is_cancelled` |
 | n additions to the residual stream | 4 eps √n + 1e-4 | the largest | `stream_rounding` |
 | a metric, in another batch | 10 √eps, or 16 eps of the model | 1 + number | `is_same_metric` |
+| a metric of logits, in another run | 8 eps | 1 + number | `are_metric_rounding` |
 | a module or a model, by different code | 1e-4, at least 16 eps | the largest | `code_rounding` |
 | logits, in a different run | 1e-3, at least 16 eps | the largest | `run_rounding` |
 | logits, in a different batch | 1e-3, or 0.05 in half precision | the largest | `logits_rounding` |
@@ -286,6 +287,25 @@ def model_gap(
     """
     actual, expected = at_least_float32(actual), at_least_float32(expected)
     return (actual - expected).abs().max().item(), _MODEL[dtype] * expected.abs().max().item()
+
+
+def are_metric_rounding(
+    differences: Float[Tensor, "place example"], metric: Float[Tensor, " example"]
+) -> Bool[Tensor, " place"]:
+    """Return whether all differences of a metric are at most its rounding, at each place.
+
+    The metric is computed from logits, whose rounding is at least the rounding of 1. A difference
+    of this size cannot be distinguished from 0.
+
+    Args:
+        differences: the metric in other runs of the same texts, minus the metric.
+        metric: the metric of each example.
+
+    >>> are_metric_rounding(torch.tensor([[1e-6, -1e-6], [1.0, -1.0]]), torch.tensor([9.0, 10.0]))
+    tensor([ True, False])
+    """
+    limits = _operations_rounding(differences.dtype) * (1 + metric.abs())
+    return (differences.abs() <= limits).all(-1)
 
 
 def _operations_rounding(dtype: torch.dtype) -> float:

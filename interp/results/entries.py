@@ -29,6 +29,8 @@ class Entry(NamedTuple):
         words: by the name of an axis, the text at the label, such as the token at a position.
         together: a phrase for the layers that were changed together, such as `all 4 layers`; empty
             if each layer was changed alone.
+        is_rounding: whether the effect on every example is at most the rounding of the metric. The
+            effect is then printed as 0.
     """
 
     where: Mapping[str, Any]
@@ -37,6 +39,7 @@ class Entry(NamedTuple):
     high: float
     words: Mapping[str, str] = {}
     together: str = ""
+    is_rounding: bool = False
 
     @property
     def name(self) -> str:
@@ -61,6 +64,9 @@ class Entries(tuple[Entry, ...]):
         width = max((len(entry.name) for entry in self), default=0)
         lines = []
         for entry in self:
+            if entry.is_rounding and entry.effect != 0:
+                lines.append(f"{entry.name:<{width}}  0 up to rounding")
+                continue
             line = f"{entry.name:<{width}}  {entry.effect:+.4g}"
             interval = interval_text(entry.low, entry.high)
             lines.append(f"{line} {interval}" if interval else line)

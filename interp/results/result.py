@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks.base import (
+    are_metric_rounding,
     explains_calls,
     is_cancelled,
     is_rounding,
@@ -491,8 +492,9 @@ class Result(plots.Shown):
         low, high = self._interval(rows)
         means = self.mean().flatten()[indices]
         numbers = zip(means.tolist(), low.tolist(), high.tolist(), strict=True)
+        is_rounding = self._are_rounding(rows)
         places = []
-        for place, (mean, start, end) in zip(indices, numbers, strict=True):
+        for place, (mean, start, end), is_small in zip(indices, numbers, is_rounding, strict=True):
             index_along_axes = map(int, np.unravel_index(place, self.values.shape[:-1]))
             index = dict(zip(self.axes[:-1], index_along_axes, strict=True))
             entry = Entry(
@@ -504,9 +506,19 @@ class Result(plots.Shown):
                     axis: self.words[axis][n] for axis, n in index.items() if axis in self.words
                 },
                 together=self.about.get("together", ""),
+                is_rounding=is_small,
             )
             places.append(entry)
         return Entries(places)
+
+    def _are_rounding(self, rows: Float[Tensor, "place example"]) -> list[bool]:
+        """Return whether the effects of each place are only the rounding of the metric.
+
+        This is known for effects on a metric of logits: its unit is `logits` or `nats`.
+        """
+        if self.base is None or self.unit not in ("logits", "nats"):
+            return [False] * len(rows)
+        return are_metric_rounding(rows, self.base).tolist()
 
     def plot(self, facet: str | None = None) -> "Figure":
         """Plot the mean effects: a heat map for two axes, or bars with 95% intervals for one axis.

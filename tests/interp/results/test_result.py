@@ -283,6 +283,19 @@ def test_shares_are_of_the_mean_difference_of_the_examples_that_are_there(result
             torch.testing.assert_close(end, same)
 
 
+def test_effects_that_are_only_rounding_are_printed_as_zero():
+    """In float32, neighbouring numbers near 10 differ by 9.5e-7."""
+    step = float(np.nextafter(np.float32(10), np.float32(11)) - np.float32(10))
+    values = torch.tensor([[0.0, 2e-4], [step, -2 * step], [3.0, -3.0], [0.0, 0.0]])
+    base = torch.tensor([10.0, 10.0])
+    effects = Result(values, ("layer", "example"), unit="logits", base=base, target=base + 1)
+    printed = repr(effects.top(4)).splitlines()
+    assert ["up to rounding" in line for line in printed] == [False, True, False, False]
+    assert effects.top(2)[1].effect == pytest.approx(-step / 2)
+    # The size of the numbers behind a metric of one's own is not known.
+    assert "rounding" not in repr(replace(effects, unit="").top(4))
+
+
 def test_the_top_places_are_largest_in_absolute_value(result):
     result.values[1, 1] = -9 + torch.arange(EXAMPLES) / 10
     result.values[0, 1] = torch.nan
