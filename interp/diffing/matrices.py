@@ -94,6 +94,11 @@ class MatrixChange:
         random_strength: the mean of the same number for random directions.
         parts: the relative changes of the parts `q`, `k` and `v`, if the weight of a plain model
             contains queries, keys and values; empty for other weights.
+        role: `embedding`, `unembedding` or, for a tied weight, `embedding and unembedding`; empty
+            for a weight without a row for each token.
+        n_rows: the number of rows that changed, for a weight with a role.
+        rows: the tokens of the 10 rows that changed most, as texts, or as numbers without a
+            tokenizer, for a weight with a role.
 
     >>> import copy
     >>> from interp import compare_models
@@ -120,11 +125,20 @@ class MatrixChange:
     strength: Float[Tensor, "_top end"] | None = None
     random_strength: float = math.nan
     parts: Mapping[str, float] = field(default_factory=dict)
+    role: str = ""
+    n_rows: int = 0
+    rows: tuple[Any, ...] = ()
 
     def parts_in_words(self) -> str:
-        """Return the changes of the parts in parentheses, after a space; empty without parts."""
-        sizes = ", ".join(f"{part} {size:.3g}" for part, size in self.parts.items())
-        return f" ({sizes})" if sizes else ""
+        """Return the changes of the parts, or the tokens of the rows that changed, in parentheses
+        after a space; empty without parts and rows.
+        """
+        facts = [f"{part} {size:.3g}" for part, size in self.parts.items()]
+        if self.rows:
+            words = " ".join(map(repr, self.rows[:_SHOWN]))
+            largest = ", the largest" if self.n_rows > _SHOWN else ""
+            facts += [self.role, f"{self.n_rows:,} of {self.shape[0]:,} tokens{largest}: {words}"]
+        return f" ({', '.join(facts)})" if facts else ""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -209,7 +223,7 @@ class WeightChanges(plots.Shown):
             "random_strength": "logits",
             "parts": "norms of the base",
         }
-        fields = f"name shape tokens {' '.join(units)}"
+        fields = f"name shape tokens role n_rows rows {' '.join(units)}"
         return form("WeightChanges", columns("weight", self.changes, fields, units))
 
     def __repr__(self) -> str:
@@ -464,6 +478,7 @@ class _Decomposer:
         self.top = top
         self.n_tokens = n_tokens
         self.seed = seed
+        self._roles = _roles_of_token_tables(models.tuned)
         self._random_ranks: dict[tuple[int, ...], float] = {}
         self._random_strength: float | None = None
 
@@ -502,9 +517,28 @@ class _Decomposer:
             u=u.cpu(),
             vh=vh.cpu(),
         )
+        role = self._roles.get(memory_of(tuned.parameter))
+        if role is not None:
+            found = self._with_rows(found, role=role, sizes=matrix.norm(dim=-1))
         if writer is None or not has_unembed(self.models.tuned):
             return found
         return self._with_tokens(found, u.mT if writer else vh)
+
+    def _with_rows(
+        self, change: MatrixChange, role: str, sizes: Float[Tensor, " vocab"]
+    ) -> MatrixChange:
+        """Return a change with the tokens whose rows changed most.
+
+        Args:
+            change: the change of a weight with a row for each token.
+            role: see `MatrixChange`.
+            sizes: the norm of the change of each row.
+        """
+        n_rows = int((sizes > 0).sum())
+        tokens = sizes.topk(min(self.n_tokens, n_rows)).indices.tolist()
+        to_text = writer_of(self.models.tuned)
+        words = tokens if to_text is None else to_text(tokens)
+        return replace(change, role=role, n_rows=n_rows, rows=tuple(words))
 
     def _with_tokens(
         self, change: MatrixChange, directions: Float[Tensor, "top d_model"]
@@ -549,6 +583,27 @@ class _Decomposer:
                 values = FactoredMatrix(written, read).svd().s
             self._random_ranks[key] = float(effective_rank(values))
         return self._random_ranks[key]
+
+
+def _roles_of_token_tables(model: nn.Module) -> dict[int, str]:
+    """Return the roles of weights with a row for each token, by the memory of the weight.
+
+    A model of `transformers` has a method that returns the module of each weight.
+    """
+    roles: dict[int, list[str]] = {}
+    methods = {"embedding": "get_input_embeddings", "unembedding": "get_output_embeddings"}
+    names = {"embedding": "W_E", "unembedding": "W_U"}
+    for role, method in methods.items():
+        weight = None
+        if hasattr(model, method):
+            # Some models of `transformers` do not have one of the two modules.
+            with suppress(NotImplementedError, AttributeError):
+                weight = getattr(getattr(model, method)(), "weight", None)
+        else:
+            weight = getattr(of(model), names[role], None)
+        if isinstance(weight, Tensor):
+            roles.setdefault(memory_of(weight), []).append(role)
+    return {memory: " and ".join(of_memory) for memory, of_memory in roles.items()}
 
 
 @torch.no_grad()

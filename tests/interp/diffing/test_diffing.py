@@ -751,6 +751,24 @@ def test_parts_of_a_fused_weight_are_named(base):
     assert change.weights["blocks.1.mlp.input.weight"].parts == {}
 
 
+def test_changed_rows_of_tokens_are_named_with_their_role(base):
+    tuned = copy.deepcopy(base)  # its unembedding is tied
+    with torch.no_grad():
+        tuned.W_E[base.encoded("z")[0]] += 0.25
+        tuned.W_E[base.encoded("Q")[0]] += 0.5
+    change = compare_models(tuned, base, TEXTS[:1]).weights["token_embedding.weight"]
+    assert (change.role, change.n_rows, change.rows) == ("embedding and unembedding", 2, ("Q", "z"))
+    assert "2 of 103 tokens: 'Q' 'z'" in repr(compare_models(tuned, base, TEXTS[:1]).top(1))
+    untied = made("gpt_neox")
+    other = copy.deepcopy(untied)
+    with torch.no_grad():
+        other.get_output_embeddings().weight[7] += 1.0
+    attach(untied), attach(other)
+    (change, *rest) = compare_models(other, untied, TOKENS).weights.changes
+    assert (change.role, change.rows) == ("unembedding", (7,))
+    assert not any(unchanged.rows for unchanged in rest)
+
+
 def test_hooks_on_a_model_know_the_padding_of_a_batch(base):
     """The last token of a short text is before its padding."""
     hooked = copy.deepcopy(base)
