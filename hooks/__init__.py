@@ -5,8 +5,8 @@ They work on any `nn.Module`.
 Read the files `point`, `names`, `session`, `edit`, `runner`, `capture`, `cache`, `lazy`, `replay`,
 `modes`, `plan` and `receipts` in this order. The other files are details: `beside` and `parts` of
 edits, `steps` of generations, `joined` of captures, and `origin`, `masks` and `slicing` of the
-cache. General parts without hooks are in `hooks.base`. Parts that only `models` and `interp` need
-are in `shared`.
+cache. Parts that import no file of this list are in `hooks.base`. Parts that only `models` and
+`interp` need are in `shared`.
 """
 
 from hooks.base import missing_name as _missing_name

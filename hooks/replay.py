@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks.base import _torch, carried, mapped, piece_read, reading, tensors_in
+from hooks.base import _torch, carried, mapped, piece_read, reading, tensors_in, without_gradients
 from hooks.base.closeness import TwoRuns, are_reproduced, block_rounding, part_rounding
 from hooks.base.errors import CacheError, HookError
 from hooks.base.memory import Bound
@@ -240,7 +240,7 @@ class BlockCall:
         """Return the stored tensors of this call: its arguments and the samples."""
         return [*self._inputs, *itertools.chain.from_iterable(self._samples.values())]
 
-    @_torch.without_gradients
+    @without_gradients
     def run_again(
         self,
         points: Mapping[str, Point],
@@ -411,7 +411,7 @@ class SecondRun:
     values: dict[str, Tensor]
 
 
-@_torch.without_gradients
+@without_gradients
 def require_reproduced(seconds: Sequence[SecondRun]) -> None:
     """Check that blocks are unchanged since their first run.
 

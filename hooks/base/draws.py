@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks.base._torch import state_of, unset_fake_temporarily
-from hooks.base.errors import warn
+from hooks.base.warning import warn
 
 
 def generator(*key: int | str, device: torch.device | str = "cpu") -> torch.Generator:

@@ -16,16 +16,10 @@ import functools
 import importlib
 import math
 import operator
-import sys
-import traceback
-import warnings
 from collections.abc import Collection, Container, Iterable
 from typing import Any
 
-from hooks.base.progress import without_bar
 from hooks.base.saying import shown
-
-_PACKAGES = ("hooks", "models", "interp")
 
 NEVER_FIRED = (
     "this input may not lead there, a parent may compute it another way (PyTorch's own attention "
@@ -257,15 +251,3 @@ def require_fired(names: Iterable[str], fired: Container[str], reason: str = NEV
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         listed = ", ".join(missing[:5])
         raise NeverFiredError(f"the forward pass never reached {listed}{more}: {reason}")
-
-
-def warn(message: str) -> None:
-    """Issue a warning that points to the user's line, which called a function of these packages.
-
-    Any number of functions of these packages may lie between that line and this call.
-    """
-    frames = traceback.walk_stack(sys._getframe(1))
-    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
-    outermost = max(n for n, package in enumerate(packages) if package in _PACKAGES)
-    with without_bar():
-        warnings.warn(message, stacklevel=outermost + 3)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
-from hooks.base._torch import explains_calls
+from hooks.base.decorators import explains_calls
 from hooks.base.scoped import Scoped
 
 P = ParamSpec("P")

@@ -1,0 +1,134 @@
+"""Decorators of public functions: errors that explain a wrong call, and gradients off.
+
+1. A decorated function runs as it is written.
+2. If Python finds that the arguments do not fit, the error names the missing or unknown argument,
+   the right call and, where one is known, the change that the call needs (`refuse_unbound`).
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from hooks.base._torch import set_gradients
+from hooks.base.hints import argument_hint
+from hooks.base.saying import shown
+from hooks.base.words import Words
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def explains_calls(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function whose error for unknown or missing arguments explains how to call it.
+
+    >>> explains_calls(lambda x, *, scale=1.0: x)(3, scales=2.0)
+    Traceback (most recent call last):
+    TypeError: <lambda> takes no argument scales=; close matches: scale
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            refuse_unbound(function, args, kwargs=kwargs, error=error)
+            raise
+
+    return run
+
+
+def without_gradients(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that runs with gradients off, as under `torch.no_grad()`.
+
+    A keyboard interrupt at any moment cannot leave gradients off: they are switched off inside a
+    `try` whose `finally` restores them. `with torch.no_grad()` runs Python code before its `try`
+    begins, and PyTorch has no public function that switches gradients in one atomic step.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = torch.is_grad_enabled()
+        try:
+            set_gradients(False)
+            return function(*args, **kwargs)
+        except TypeError as error:
+            refuse_unbound(function, args, kwargs=kwargs, error=error)
+            raise
+        finally:
+            set_gradients(before)
+
+    return run
+
+
+def refuse_unbound(function: Callable[..., Any], args: Any, kwargs: Any, error: TypeError) -> None:
+    """Raise an error that names the missing or unknown argument of a call.
+
+    If the arguments fit, the TypeError was raised inside the function, and nothing is done.
+
+    Args:
+        function: the function that was called.
+        args, kwargs: the arguments of the call.
+        error: the error of the call.
+
+    Raises:
+        TypeError: if the arguments do not fit the function; the error names the argument.
+    """
+    signature = inspect.signature(function)
+    name = getattr(function, "__name__", "the function")
+    called = getattr(function, "__qualname__", name).rpartition("<locals>.")[2]
+    called = called.removesuffix(".__init__")
+    # The message of Python begins with `name()`, or `Class.name()`, if the arguments do not fit.
+    if not str(error).partition(" ")[0].endswith(f"{name}()"):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as reason:
+        Words(function).require(kwargs, (), called)
+        takes = ", ".join(_as_written(signature))
+        advice = _advice(called, signature, args, str(reason))
+        rule = f"{called} must be called as {called}({takes})"
+        raise TypeError(f"{rule}: {reason}{advice}") from None
+
+
+def _advice(name: str, signature: inspect.Signature, args: Any, reason: str) -> str:
+    """Return the change that a wrong call of a function needs, for the end of an error.
+
+    Args:
+        name: the name of the function.
+        signature: the signature of the function.
+        args: the positional arguments of the call.
+        reason: the reason why the arguments do not fit.
+    """
+    if "missing a required" in reason:
+        missing = reason.rpartition("'")[0].rpartition("'")[2]
+        advice = argument_hint(f"{name}.{missing}")
+        return f"; {advice}" if advice else ""
+    parameters = [*signature.parameters.values()]
+    named = [other for other in parameters if other.kind is other.KEYWORD_ONLY]
+    n_unnamed = sum(other.kind is other.POSITIONAL_OR_KEYWORD for other in parameters)
+    if "too many positional" not in reason:
+        return ""
+    if advice := argument_hint(f"{name}.*"):
+        return f"; {advice}"
+    if any(other.name == "where" for other in parameters):
+        return "; a place needs the name of its axis, such as head=3 or pos=-1"
+    if not named:
+        return ""
+    given = shown(args[n_unnamed])
+    return f"; {given} needs the name of its argument, such as {named[0].name}="
+
+
+def _as_written(signature: inspect.Signature) -> list[str]:
+    """Return the names of parameters, with `*` before the first keyword-only parameter."""
+    names = []
+    for parameter in signature.parameters.values():
+        if parameter.name == "self":
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in names:
+            names.append("*")
+        is_open = parameter.kind is parameter.VAR_KEYWORD
+        names.append(f"**{parameter.name}" if is_open else parameter.name)
+    return names
