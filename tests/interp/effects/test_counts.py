@@ -14,6 +14,7 @@ from interp import (
     log_prob,
 )
 from models import Transformer, TransformerConfig
+from tests.bench.shared import differentiated
 from tests.counting import Starts, counted
 from tests.pretended import DEVICE, Devices
 
@@ -36,6 +37,11 @@ def edges(**options):
     return job
 
 
+def reference(model, clean, corrupted, mask):
+    """Run two forward passes and one backward pass without hooks."""
+    return differentiated(model, clean, corrupted)()
+
+
 PATCHED = effects_by(activation_patching, "z", ("layer", "head"))
 BY_POSITION = effects_by(activation_patching, "resid_pre", ("layer", "pos"))
 ATTRIBUTED = effects_by(attribution_patching, "z", ("layer", "head"))
@@ -44,6 +50,7 @@ PADDED = torch.ones(8, 9).bool()
 PADDED[2, :3] = PADDED[5, :1] = False
 ROWS = {
     # name: the job, the number of examples, the mask, and the most starts and waits of both models.
+    "two forwards and one backward": (reference, 8, None, (118, 2), (397, 2)),
     "patching z by head": (PATCHED, 8, None, (210, 8), (640, 8)),
     "patching padded texts": (PATCHED, 8, PADDED, (320, 14), (1120, 14)),
     "patching by position": (BY_POSITION, 8, None, (430, 8), (2200, 8)),
@@ -59,7 +66,7 @@ ROWS = {
 
 def model_of(n_layers, n_heads):
     torch.manual_seed(0)
-    sizes = dict(vocab_size=50, n_ctx=16, d_model=24, d_mlp=40)
+    sizes = dict(vocab_size=50, n_ctx=32, d_model=24, d_mlp=40)
     config = TransformerConfig(n_layers=n_layers, n_heads=n_heads, **sizes)
     return Transformer(config).eval().requires_grad_(False)
 
@@ -77,6 +84,19 @@ def test_jobs_start_few_kernels_and_seldom_wait(row, size):
     starts, waits = limits[size == LARGE]
     assert counts.starts <= starts
     assert counts.waits <= waits
+
+
+@pytest.mark.parametrize(
+    ("size", "n_pos", "starts"),
+    [(SMALL, 14, 690), pytest.param(LARGE, 32, 7400, marks=pytest.mark.full)],
+    ids=["small", "large"],
+)
+def test_patching_by_position_starts_few_kernels_for_each_position(size, n_pos, starts):
+    model = model_of(*size)
+    clean = torch.randint(50, (8, n_pos))
+    counts = counted(BY_POSITION, model, clean, (clean + 1) % 50, None)
+    assert counts.starts <= starts
+    assert counts.waits <= 8
 
 
 def test_each_further_group_of_edges_starts_the_same_number_of_kernels(monkeypatch):
