@@ -27,7 +27,7 @@ rest (`mix`), and the output weights (`W_O`). The points of attention show queri
 rotation, where they are no longer a linear map of the stream.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -442,38 +442,60 @@ def _undivided(recorded: RecordedBlock, added: Summand) -> tuple["ViewSublayer",
     )
 
 
-class ViewSublayer(nn.Module):
-    """A sublayer of the model that is not divided: modules that run one after another.
+class ViewModules(nn.Module):
+    """Modules of the model that run one after another, between the streams of the view.
 
     Attributes:
-        called: the modules, in order. They get the other arguments of the context.
+        parts: the modules, in order.
         factor: the factor of the output.
         entering: the number by which the input is multiplied in the view.
     """
 
-    called: Sequence[nn.Module]
+    parts: Sequence[nn.Module]
     factor: float
     entering: float
 
-    def __init__(self, called: Sequence[nn.Module], factor: float, entering: float = 1.0) -> None:
+    def __init__(self, parts: Sequence[nn.Module], factor: float, entering: float = 1.0) -> None:
         super().__init__()
         # Do not register these as submodules, because their parameters do not belong to the view.
-        vars(self).update(called=called, factor=factor, entering=entering)
+        vars(self).update(parts=parts, factor=factor, entering=entering)
 
     @property
     def weight(self) -> Tensor:
-        """A weight of the sublayer, which has its dtype and its device."""
-        return _weight_of(self.called)
+        """A weight of the modules, which has their dtype and their device."""
+        return _weight_of(self.parts)
+
+    def _run(self, x: Tensor, call: Callable[[nn.Module, Tensor], Any]) -> Tensor:
+        """Return the output of the last module times the factor.
+
+        Args:
+            x: the input in the view.
+            call: a function that calls a module on a tensor.
+        """
+        x = x if self.entering == 1 else x / self.entering
+        for module in self.parts:
+            x = next(tensors_in(call(module, x)))
+        return x if self.factor == 1 else x * self.factor
+
+
+class ViewSublayer(ViewModules):
+    """A sublayer of the model that is not divided: attention, or another mixer of positions."""
+
+    @property
+    def called(self) -> Sequence[nn.Module]:
+        """The modules, which get the other arguments of the context."""
+        return self.parts
 
     def forward(
         self, x: Float[Tensor, "batch pos d_model"], context: ViewContext
     ) -> Float[Tensor, "batch pos d_model"]:
         """Return the vector that the sublayer adds to the stream."""
-        x = x if self.entering == 1 else x / self.entering
-        for module in self.called:
-            args, kwargs = _arguments(context.calls[module], x)
-            x = next(tensors_in(module(*args, **kwargs)))
-        return x if self.factor == 1 else x * self.factor
+
+        def call(module: nn.Module, stream: Tensor) -> Any:
+            args, kwargs = _arguments(context.calls[module], stream)
+            return module(*args, **kwargs)
+
+        return self._run(x, call)
 
 
 class ViewRest(nn.Module):
@@ -693,40 +715,21 @@ class ViewAttention(AttentionWeights, nn.Module):
         return (self.module,)
 
 
-class ViewMLP(nn.Module):
-    """The model's MLP: modules that run one after another.
-
-    The output of the last module is multiplied by a factor.
+class ViewMLP(ViewModules):
+    """The model's MLP.
 
     Attributes:
-        entering: the number by which the input is multiplied in the view.
         adapter: the map that reads the hidden layer, if it has an adapter; otherwise None.
         post: the point of the hidden layer, if there is an adapter.
     """
 
-    parts: Sequence[nn.Module]
-    factor: float
-    entering: float
-    adapter: AdaptedMap | None
-
-    def __init__(self, modules: Sequence[nn.Module], factor: float, entering: float = 1.0) -> None:
-        super().__init__()
-        vars(self).update(parts=modules, factor=factor, entering=entering, adapter=None)
-
-    @property
-    def weight(self) -> Tensor:
-        """A weight of the MLP, which has its dtype and its device."""
-        return _weight_of(self.parts)
+    adapter: AdaptedMap | None = None
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         """Return the output of the MLP."""
-        shape = x.shape
-        x = x if self.entering == 1 else x / self.entering
-        for module in self.parts:
-            x = next(tensors_in(module(x)))
+        output = self._run(x, lambda module, stream: module(stream))
         # Experts may see rows and positions as one axis, so restore the shape.
-        x = x.view(shape)
-        return x if self.factor == 1 else x * self.factor
+        return output.view(x.shape)
 
 
 def _weight_of(modules: Sequence[nn.Module]) -> Tensor:
