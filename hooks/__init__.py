@@ -1,12 +1,9 @@
-"""Hook points, a runner that registers hooks at them, and the cache of a run.
+"""Hook points, a runner that registers hooks at them, and the cache of a run, for any `nn.Module`.
 
-They work on any `nn.Module`.
-
-Read the files `point`, `names`, `session`, `edit`, `runner`, `capture`, `cache`, `lazy`, `replay`,
-`modes`, `plan` and `receipts` in this order. The other files are details: `beside` and `parts` of
-edits, `steps` of generations, `joined` of captures, and `origin`, `masks` and `slicing` of the
-cache. Parts that import no file of this list are in `hooks.base`. Parts that only `models` and
-`interp` need are in `shared`.
+Read `point`, `names`, `session`, `edit`, `runner`, `capture`, `cache`, `lazy`, `replay`, `modes`,
+`plan` and `receipts` in this order. The other files are details of edits (`beside`, `parts`),
+generations (`steps`), captures (`joined`) and caches (`origin`, `masks`, `slicing`), general parts
+in `base`, and names that only `models` and `interp` need, in `shared`.
 """
 
 from hooks.base import missing_name as _missing_name

@@ -1,16 +1,13 @@
-"""Analyses of what happens inside a model, through its hook points and `interp.protocol`.
+"""Analyses of what happens inside a model: of changed values (`effects`), caches (`reading`),
+weights and singular values (`spectral`), dictionaries (`features`), `directions`, two models
+(`diffing`), `alignment`, `attribution_graphs` and `steps` of a text, with `claims` that test
+findings, `store` for values of many texts and `many` for many examples.
 
-The analyses are in `effects` (values are changed), `reading` (caches are read), `spectral`
-(singular values and weights), `features` (dictionaries), `directions`, `diffing` (two models),
-`alignment`, `attribution_graphs` and `steps` (of one text). `claims` tests what others found with
-them. `store` saves the values of many texts, and `many` runs any analysis of many examples. Read
-`protocol` first, which defines the parts that a model needs. Then read `inputs` (texts and
-positions in them), `measuring` and `metrics`, `pairs` of texts, `edits` and `results`, the tables
-that `plots` draws. Then read the `graph` of a model and `runs` (sweeps, masked runs, gradients).
-All analyses use these packages and `numbers`. After them, you can read the analyses in any order.
-`cli` has a file for each command. `json_form` is the form in which programs read results.
-
-A name is imported when it is first used. `__init__.pyi` contains the module of each name.
+Read `protocol` first, which defines the parts that a model needs, then `inputs`, `measuring`,
+`metrics`, `pairs` and `edits`, the tables in `results` that `plots` draws, the `graph` of a model
+and its `runs`, and then the analyses in any order. The other files are checks (`kinds`,
+`shadowed`), numbers (`numbers`), the form of saved results (`json_form`), names of other libraries
+(`hints`, `transformer_lens`), the page of `report`, and the command line (`cli`, `__main__`).
 """
 
 import ast as _ast

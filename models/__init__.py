@@ -1,8 +1,11 @@
 """Transformers, checkpoints, tokenizers, generation and training.
 
-Read the architecture in this order: `transformer`, `block`, `attention`, `mlp` and `norm`, and then
-`config`. `running` contains what a run needs, `text` tokenizers, `checkpoints` the formats of
-files, `attached` hook points in models of `transformers`, and `training` the training loop.
+Read the architecture first: `transformer`, `block`, `attention` (with `dot_product`, `kernels`,
+`positions` and `rotary_scaling`), `mlp`, `norm` and `linear`, then `config` with its `checks`,
+`registry` and `initialisation`, and `weights`, which names the weights as the literature does. Then
+read `running` (what a run needs), `text` (tokenizers), `checkpoints` (formats of files, with
+`files`), `attached` (hook points in models of `transformers`) and `training` in any order, and as
+needed `adapters`, `processing`, `verification`, `mode` and `hints`.
 """
 
 from hooks.base import missing_name as _missing_name

@@ -318,6 +318,21 @@ def test_the_face_of_base_has_the_names_that_other_packages_use():
     assert sorted(names) == sorted(name for name in used if name != "_torch")
 
 
+PACKAGES = [path for path in MODULES if path.name == "__init__.py"]
+
+
+@pytest.mark.parametrize("path", PACKAGES, ids=module_of)
+def test_three_sentences_name_the_files_of_a_package(path):
+    """They say what the package contains and in which order to read its files."""
+    prose = ast.get_docstring(nodes_of(path)[0]).partition(">>>")[0]
+    assert len(re.findall(r"\.(?=\s|$)", prose)) == 3
+    inside = [other for other in MODULES if other.parent in (path.parent, path.parent / other.stem)]
+    names = {module_of(other).rpartition(".")[2] for other in inside} - {path.parent.name}
+    packages = {other.parent.name for other in PACKAGES if other.parent.parent == path.parent}
+    for name in names | packages:
+        assert f"`{name}`" in prose, name
+
+
 OLD_NAME = re.compile(r"^\| `(interp|models)\.(\w+)` \| `([\w.]+)` \|$", re.MULTILINE)
 
 

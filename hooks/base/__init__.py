@@ -147,6 +147,7 @@ __all__ = [
     "agree",
     "all_but",
     "all_to_device",
+    "are_metric_rounding",
     "as_text",
     "at_least_float32",
     "attribute_hint",

@@ -1,8 +1,8 @@
 """Interchange interventions: find and test the part of a value that carries a causal variable.
 
 Read `featurizers` (parts of a value) and `runs` (runs with an interchanged part) first, because the
-other files use them. `aligning` learns a part with `fitting` and scores it with controls.
-`nullspace` checks a part that you provide.
+other files use them. Then read `aligning`, which learns a part with `fitting` and scores it with
+controls, and `nullspace`, which checks a part that you provide.
 
 >>> from interp.alignment import counterfactual
 >>> def sum_of_three(a, b, c, carry=None):

@@ -2,9 +2,9 @@
 
 Read the files in this order: `frozen` (a run with frozen attention and norms, with `branches` for
 two answers, `readings` and `padded`), `descent` (carries directions of targets down the layers of
-the run) and `attribution` (fills the rows of a graph). `traced` contains the graph. Its methods are
-implemented in `influence`, `attention`, `intervention` and `pruned`. `transcoders`, `targets`,
-`nodes` and `neuronpedia` contain the inputs and outputs.
+the run), `attribution` (fills the rows of a graph) and `traced` (the graph, with its methods in
+`influence`, `attention`, `intervention` and `pruned`). The inputs and outputs are in `transcoders`,
+`targets`, `nodes` and `neuronpedia`.
 """
 
 from hooks.base import missing_name as _missing_name

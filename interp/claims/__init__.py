@@ -1,9 +1,9 @@
 """Claims about a model that can be saved, exchanged and tested: `Claim.circuit(...).verify()`.
 
-Read `verdict` (a test and the worst of several tests) and `claim` first. `circuit`, `effect` (a
-head or a feature), `direction` and `variable` contain the tests of each kind of claim, and `trial`
-the tests that several kinds share. `texts` and `fields` are the file of a claim: pairs of texts and
-the model as JSON, and the checks of its fields.
+Read `verdict` (a test and the worst of several tests) and `claim` first, then the tests of each
+kind of claim: `circuit`, `effect` (a head or a feature), `direction` and `variable`, with `trial`
+for tests of several kinds. The file of a claim is in `texts` and `fields`: pairs of texts and the
+model as JSON, and the checks of its fields.
 """
 
 from hooks.base import missing_name as _missing_name

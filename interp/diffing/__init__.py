@@ -1,9 +1,9 @@
 """Differences between two models with the same points, such as before and after fine-tuning.
 
-Read `change` first: `compare_models` and its result. `twins` checks and runs the two models;
-`interp.runs.adapters` makes two models of one model with an adapter. `streams` measures predictions
-and the residual stream. `means` and `promoted` read mean differences, and `matrices` reads the
-weights.
+Read `change` first (`compare_models` and its result), and then `twins`, which checks and runs the
+two models; `interp.runs.adapters` makes two models of one model with an adapter. Then read
+`streams` (predictions and the residual stream), `means` and `promoted` (mean differences) and
+`matrices` (the weights) in any order.
 """
 
 from hooks.base import missing_name as _missing_name

@@ -1,9 +1,9 @@
 """Find directions from two kinds of texts, steer along them, erase them and save them.
 
-Directions can be exchanged with llama.cpp and repeng. Read `direction` (vectors by point, and their
-files) and `examples` (values of two kinds of texts, with `stored` for texts of a store) first.
-`finding` and `probing` find directions from examples, and `sparse` probes few features of a
-dictionary. `erasing` removes a concept, and `steering` measures the effects of a direction.
+Read `direction` (vectors by point, and their files, also for llama.cpp and repeng) and `examples`
+(values of two kinds of texts, with `stored` for texts of a store) first. Then read `finding` and
+`probing` (directions from examples), `sparse` (probes of few features of a dictionary), `erasing`
+(removes a concept) and `steering` (effects of a direction) in any order.
 
 >>> from interp import edits
 >>> from interp.directions import difference_of_means

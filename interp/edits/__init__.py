@@ -1,19 +1,9 @@
 """Edits: immutable changes of activations, for hooks, generation, sweeps and circuits.
 
-Axis names select the part that changes: `edits.zero(head=3, pos=slice(4, None))`. An index is an
-integer, a slice, a list, a mask, or all but some indices, `head=all_but(7, 9)`. With several axes,
-the edit changes only the places that every axis selects. `pos`, `query` and `key` count columns
-from the start of the text, including padding. Negative numbers count from the end of the text read
-so far. A list or tensor [n] selects the same columns in every example, even if n is the batch size;
-[batch, n] selects different columns in each example. Columns outside a text raise an error. A run
-may read only a piece of a text, as in generation (see `hooks.position_offset`); columns outside the
-piece then change nothing. Edits never write to padded keys, and never copy padding of the source to
-a real token.
-
-The package contains the class `Edit` (`edit`) and the functions that make edits: `kinds`, and
-`subspaces` for a part of a vector. Read `kinds` and `edit` first; then `places`, the meaning of
-axis names, and `sources`, the values that an edit writes. `padding` checks that no padding is
-copied, and `draws` computes random numbers from a seed.
+Read `kinds` (the functions that make edits, with `subspaces` for a part of a vector) and `edit`
+(the class `Edit`) first; then `places`, the meaning of axis names and positions such as `head=3,
+pos=slice(4, None)`, and `sources`, the values that an edit writes. Last, read `padding`, which
+checks that no padding is copied, and `draws`, which computes random numbers from a seed.
 
 >>> import torch
 >>> from hooks import HookedRunner, HookPoint

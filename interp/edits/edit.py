@@ -44,6 +44,16 @@ class Edit:
 
     An edit is a hook: `edit(activation, point)` changes `activation` in place and returns it.
 
+    Axis names select the part that changes: `edits.zero(head=3, pos=slice(4, None))`. An index is
+    an integer, a slice, a list, a mask, or all but some indices, `head=all_but(7, 9)`. With several
+    axes, the edit changes only the places that every axis selects. `pos`, `query` and `key` count
+    columns from the start of the text, including padding. Negative numbers count from the end of
+    the text read so far. A list or tensor [n] selects the same columns in every example, even if n
+    is the batch size; [batch, n] selects different columns in each example. Columns outside a text
+    raise an error. A run may read only a piece of a text, as in generation (see
+    `hooks.position_offset`); columns outside the piece then change nothing. Edits never write to
+    padded keys, and never copy padding of the source to a real token.
+
     Attributes:
         name: the name of the function that made the edit.
         change: a function that returns the new values of the selected part of the activation (the

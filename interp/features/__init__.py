@@ -1,13 +1,12 @@
-"""Sparse autoencoders and transcoders: load them, splice them into models, and measure them.
+"""Sparse autoencoders, transcoders and other dictionaries: load them, splice them into models, and
+measure them.
 
-Read `activations` and `dictionary` (dictionaries of one layer) first. `transcoders` (of several
-layers), `cross_layer`, `crosscoder` (of several models or layers), `matching_pursuit` and
-`temporal` (of whole texts) contain other kinds of dictionaries. `loading` reads dictionaries from
-files, with the help of `forms`, `hub` and `bundled`. `places` finds the point that a file names.
-`splicing` inserts dictionaries into a model. `evaluation` (with `score_sums` and `scores`), `cards`
-and `controls` measure them. `members` runs the models of a crosscoder, and `scaling` and
-`member_cards` describe its features. `explanations` scores explanations of features, and `saebench`
-hands dictionaries to SAEBench.
+Read `activations` and `dictionary` (dictionaries of one layer) first, then as needed `transcoders`
+(of several layers), `cross_layer`, `crosscoder` (of several models or layers), `matching_pursuit`
+and `temporal` (of whole texts), `loading` (from files, with `forms`, `hub` and `bundled`, at the
+point from `places`) and `splicing` (into a model). The other files measure and describe
+dictionaries: `evaluation` (with `score_sums` and `scores`), `cards`, `controls`, `explanations`,
+`saebench`, and for crosscoders `members`, `scaling` and `member_cards`.
 
 >>> from interp.features import load_sae, splice
 >>> from models import load

@@ -1,7 +1,6 @@
 """Functions on numbers for all packages of `interp`: finiteness, moments, ranks and intervals.
 
-No file imports another file of this folder, so you can read them in any order. `precision` checks
-that numbers are finite and compares distributions, `moments` contains running means and products,
-`ranks` contains ranks and the largest numbers, and `intervals` contains confidence intervals of
-means.
+Read the files in any order, because no file imports another. They are `precision` (finite numbers,
+and distances of distributions), `moments` (running means and products), `ranks` (ranks and the
+largest numbers) and `intervals` (confidence intervals of means).
 """

@@ -1,9 +1,9 @@
-"""Pictures of caches, texts, lenses, results, circuits and curves. Each function returns a `View`.
+"""Pictures of caches, texts, lenses, results, circuits and curves; each function returns a `View`
+with `.save("x.html")`, `.show()` and, for plots, `.figure`.
 
-A notebook displays a `View`. It has `.save("x.html")`, `.show()` and, for plots, `.figure`. Read
-`view` (the page) and `parts` (the parts that its script draws) first; `texts`, `stepped`, `tables`,
-`graphs` and `objects` make views. Matplotlib figures, in `figure` and `matplotlib_figures`, need
-the extra `plots`, so these files are imported only when a figure is drawn.
+Read `view` (the page) and `parts` (the parts that its script draws) first, and then `texts`,
+`stepped`, `tables`, `graphs` and `objects`, which make views. Matplotlib figures are in `figure`
+and `matplotlib_figures`, which need the extra `plots` and are imported only when a figure is drawn.
 """
 
 from hooks.base import missing_name as _missing_name

@@ -1,9 +1,9 @@
 """Spectra: singular values and vectors of attention's matrices, circuits of weights, and subspaces.
 
-Read `singular` first, which does not depend on a model. `factored` (a matrix as the product of two
-factors) and `subspaces` import it. `targets` returns the matrices of a run. `folded` contains the
-weights as they act on the stream; `weights` computes circuits from them, and `weight_scores`
-computes scores of heads.
+Read `singular` first, which does not depend on a model, and then `factored` (a matrix as the
+product of two factors) and `subspaces`, which import it. Then read `targets` (the matrices of a
+run), `folded` (the weights as they act on the stream), `weights` (circuits of these weights) and
+`weight_scores` (scores of heads).
 """
 
 from hooks.base import missing_name as _missing_name

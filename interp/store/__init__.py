@@ -1,13 +1,11 @@
-"""Stores: the values of many texts on disk.
-
-Any number of jobs can write a store. A job can be killed and resumed. A store is read in shuffled
-batches.
+"""Stores: the values of many texts on disk, which any number of jobs write, resume after a stop,
+and read in shuffled batches.
 
 Read `files` (the files on disk), `corpora` (texts in pieces) and `rows` (the stored rows of each
-piece) first. `harvesting` writes a store with `tasks` on `engines`, and `activations` reads it with
-`shuffling`. `summary` and `streaming` compute statistics, with or without a store. `imported`
-writes values that other programs have computed: `arrow` exchanges stores with SAELens, and `vllm`
-reads hidden states of vLLM. `together` is for models that are sharded over several processes.
+piece) first, then `harvesting`, which writes a store with `tasks` on `engines`, and `activations`,
+which reads it with `shuffling`. The other files are `summary` and `streaming` (statistics, with or
+without a store), `imported` (values of other programs, with `arrow` for SAELens and `vllm` for
+vLLM) and `together` (models that are sharded over several processes).
 
 >>> import tempfile
 >>> from interp.store import Activations, harvest

@@ -1,9 +1,9 @@
 """Checkpoints in this package's own format, Hugging Face's, GGUF and TransformerLens' weights.
 
 Read `loading` first: it finds the format of a name or a path, with `packaged` for models in
-installed packages. Then read one format: `own`, `huggingface`, `gguf` with its other files, or
-`transformer_lens`. All formats build the model in `assemble`, from the tensors that `readers` or
-`gguf_file` read.
+installed packages. Then read one format, which builds its model with `assemble` from the tensors of
+`readers`: `own`, `huggingface`, `transformer_lens` with `transformer_lens_config`, or `gguf` with
+`gguf_file`, `gguf_config` and `gguf_tokenizer`.
 """
 
 from models.checkpoints.huggingface import from_hf

@@ -1,12 +1,8 @@
 """Formats of published dictionaries: the files of each format and its reader.
 
-Read `common` first: it contains functions for all readers. Each other file reads the formats of one
-library or release.
-
-A reader takes a folder, or a file if the format is a single file, and returns our dictionaries. Its
-keyword arguments are settings that the files may lack and that callers of `load_sae`,
-`load_transcoders` and `load_crosscoder` can add. Each field of a config is used by a reader, is
-known to change nothing, or raises an error.
+Read `common` first, with the rules and functions for all readers. Then read the file of one library
+or release, in any order: `circuit_tracer`, `crosscoders`, `dictionary_learning`, `gemma_scope`,
+`gemma_scope_clt`, `llama_scope`, `sae_lens`, `saved`, `sparsify` or `temporal`.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,6 +1,11 @@
 """Functions for the readers of all formats.
 
 The functions read configs and files of tensors, and check the contents of these files.
+
+A reader takes a folder, or a file if the format is a single file, and returns our dictionaries. Its
+keyword arguments are settings that the files may lack and that callers of `load_sae`,
+`load_transcoders` and `load_crosscoder` can add. Each field of a config is used by a reader, is
+known to change nothing, or raises an error.
 """
 
 import math
