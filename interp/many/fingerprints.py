@@ -64,9 +64,9 @@ def fingerprint(what: str, value: Any) -> str:
 
 
 def is_of_user(value: Any) -> bool:
-    """Return whether a function, a class or a module is from the user's own code.
+    """Return whether a function, a class or a module is the user's own code.
 
-    Others are from Python, from this package or from an installed package.
+    Code of Python, of this package and of installed packages is not.
     """
     while isinstance(value, functools.partial):
         value = value.func

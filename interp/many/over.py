@@ -7,7 +7,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -57,9 +57,8 @@ def over_examples(
     run several passes over the parts.
 
     The value of an example must depend on this example only. A metric that compares examples raises
-    an error. Nothing checks an analysis of your own, or a function as an edit: if it compares
-    examples, or contains numbers for rows of the batch, its numbers in parts are others than in one
-    call.
+    an error. An analysis of your own is not checked, and neither is a function as an edit. If the
+    function compares examples, or contains numbers for rows of the batch, the result is wrong.
 
     The model is also loaded in this process, which reads all texts. Therefore all parts have the
     columns of all examples.
@@ -108,9 +107,8 @@ def over_examples(
         TypeError: if the executor has no `submit`; if the analysis does not know an option, or
             returns another kind of result; or if a process cannot import one of the functions.
         HookError: if a worker dies. The error names the parts that ran at that time, and the same
-            call repeats them. Also if edits are active and there is an executor or `out`, because
-            workers and later calls do not have them; or if the model has PyTorch hooks of your own
-            and there is `out`.
+            call repeats them. The error is also raised with `executor` or `out` if edits are
+            active, and with `out` if the model has PyTorch hooks of your own.
 
     >>> from functools import partial
     >>> from interp import Pairs, activation_patching
@@ -126,8 +124,7 @@ def over_examples(
     _require_analysis(analysis)
     require_executor(executor)
     analysis, options = _without_partial(analysis, options)
-    name = getattr(analysis, "__name__", type(analysis).__name__)
-    Words(analysis).require(options, _OWN_OPTIONS, f"over_examples({name})")
+    _require_options(analysis, options)
     by_example = [by_example] if isinstance(by_example, str) else by_example
     model = loaded(make_model)
     _require_all_parts(model, executor, shard)
@@ -168,6 +165,18 @@ def _require_analysis(analysis: Callable[..., Any]) -> None:
         )
 
 
+def _require_options(analysis: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Check that the analysis knows all options.
+
+    Raises:
+        TypeError: if an option is unknown. The error lists close matches.
+    """
+    words = Words(analysis)
+    if not words.is_open:
+        name = getattr(analysis, "__name__", type(analysis).__name__)
+        words.require(options, _OWN_OPTIONS, f"over_examples({name})")
+
+
 def _require_all_parts(model: nn.Module, executor: Any, shard: tuple[int, int] | None) -> None:
     """Check that each process of a fully sharded model runs all parts, in order.
 
@@ -190,16 +199,16 @@ def _require_no_hooks(model: nn.Module, executor: Any, out: str | os.PathLike[st
     """
     if (executor is not None or out is not None) and (edited := points_with_edits(model)):
         raise HookError(
-            "parts on an executor, and parts that are stored, must have no active edits, because "
-            f"workers and later calls do not have them; got an edit at {edited[0]}: leave out "
-            "executor= and out=, or edit inside of a function of your own"
+            "the model must have no active edits, because workers and later calls do not have "
+            f"these edits; got an edit at {edited[0]}: edit inside a function of your own, or "
+            "leave out executor= and out="
         )
     for name, module in model.named_modules() if out is not None else ():
         if any(is_foreign(hook) and is_of_user(hook) for hook in hooks_of(module)):
             raise HookError(
-                "a model whose parts are stored must have no hooks of your own, because a later "
-                f"call finds parts without comparing hooks; got a hook on {name or 'the model'}: "
-                "remove it, or leave out out="
+                "the model must have no hooks of your own, because the names of stored parts do "
+                f"not contain hooks; got a hook on {name or 'the model'}: remove the hook, or "
+                "leave out the argument out="
             )
 
 

@@ -132,7 +132,7 @@ def run_tasks(executor: Any, run: TaskRun, tasks: Sequence[Any]) -> Iterator[tup
                 raise _death(number, Path(notes), tasks) from error
             if isinstance(error, SystemExit):
                 raise HookError(
-                    f"a task must return; {tasks[number]} ended its program with {error!r}"
+                    f"code in a worker must not end the program; {tasks[number]} raised {error!r}"
                 ) from error
             if (reason := _unpickled(error, executor, run, tasks[number])) is not None:
                 raise TypeError(

@@ -527,7 +527,7 @@ def test_an_analysis_in_a_thread_must_not_end_the_program():
     def end(model, pairs):
         sys.exit(3)
 
-    message = r"part 0 \(examples 0 to 2\) ended its program with SystemExit\(3\)"
+    message = r"part 0 \(examples 0 to 2\) raised SystemExit\(3\)"
     with ThreadPoolExecutor(1) as executor, pytest.raises(HookError, match=message):
         over_examples(end, make_model, PAIRS, at_once=AT_ONCE, executor=executor)
 
@@ -547,6 +547,14 @@ def test_misspelt_options_are_found_before_the_model_is_loaded():
     for option, close in (("shards", "shard"), ("at_onec", "at_once"), ("layer", "layers")):
         with pytest.raises(TypeError, match=rf"no argument {option}=; close matches: {close}"):
             over(**{option: 2})
+
+
+def test_a_function_of_any_options_gets_all_options(model):
+    def patched_with(model, pairs, **options):
+        return activation_patching(model, pairs, **options)
+
+    joined = over_examples(patched_with, make_model, PAIRS, at_once=4, site="mlp_out", layers=1)
+    require_equal(joined, activation_patching(model, PAIRS, "mlp_out", layers=1))
 
 
 def test_processes_must_not_be_forked():
