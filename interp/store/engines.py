@@ -129,8 +129,8 @@ class Ray:
         options = {"num_cpus": 1, **self.resources, "max_restarts": -1, "max_task_retries": RETRIES}
         actor: Any = ray.remote(_worker_class(job)).options(**options)
         references = ray.put(model), ray.put(arguments)
-        n_workers = min(self.workers, len(tasks))
-        workers = [actor.remote(*references) for _ in range(n_workers)]
+        n_actors = min(self.workers, len(tasks))
+        workers = [actor.remote(*references) for _ in range(n_actors)]
         yield from _run_tasks(ray, workers, tasks)
 
 
