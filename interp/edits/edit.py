@@ -15,6 +15,7 @@ from hooks.base import Index, Selection, number_of_call, to_device, unknown_name
 from interp.edits.padding import require_real_source
 from interp.edits.places import Region, Where, first_column, locate_part, selects_end
 from interp.edits.sources import ValueSource
+from interp.inputs.parts import require_whole
 from interp.protocol import is_of_text
 
 Change = Callable[[Tensor, Tensor, Region], Tensor]
@@ -143,9 +144,11 @@ class Edit:
         return replace(self, where=where)
 
     def _require_fit(self, point: Point) -> None:
-        """Check that the edit is allowed at a point."""
+        """Check that the edit is allowed at a point, and in a part of many examples."""
         if self.only_at and point.name.rpartition(".")[2] != self.only_at:
             raise EditError(f"{self!r} needs a point named {self.only_at}; got {point}")
+        if "batch" in self.where:
+            require_whole("edits must not select examples", "batch=")
 
     def _is_at_call(self, point: Point) -> bool:
         """Return True if the edit selects this call of the module.

@@ -494,6 +494,9 @@ def test_what_depends_on_all_examples_is_an_error():
             over(activation_patching, edit=edit, site="mlp_out")
     with pytest.raises(EditError, match=r"must have size 3 along batch; got 7 \(over_examples"):
         over(activation_patching, edit=edits.replace(torch.randn(N, POS, 12)), site="mlp_out")
+    # Each part has rows 0 and 2, so these rows would change in every part.
+    with pytest.raises(ValueError, match="edits must not select examples in over_examples"):
+        over(activation_patching, examples=PAIRS[:6], edit=edits.zero(batch=[0, 2]), site="mlp_out")
     tokens = RIGHT
     with pytest.raises(ValueError, match=r"must have a method rows\(numbers\)"):
         over(
