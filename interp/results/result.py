@@ -492,9 +492,9 @@ class Result(plots.Shown):
         low, high = self._interval(rows)
         means = self.mean().flatten()[indices]
         numbers = zip(means.tolist(), low.tolist(), high.tolist(), strict=True)
-        is_rounding = self._are_rounding(rows)
+        are_small = self._are_rounding(rows)
         places = []
-        for place, (mean, start, end), is_small in zip(indices, numbers, is_rounding, strict=True):
+        for place, (mean, start, end), is_small in zip(indices, numbers, are_small, strict=True):
             index_along_axes = map(int, np.unravel_index(place, self.values.shape[:-1]))
             index = dict(zip(self.axes[:-1], index_along_axes, strict=True))
             entry = Entry(
