@@ -129,15 +129,23 @@ class Bench:
     def analyses(self) -> Calls:
         """Attribution of nodes and edges, and patches, beside two forwards and one backward."""
         ours = peers.ours(self.pairs).to(self.device).requires_grad_(False)
-        clean = self.pairs.tokens().to(self.device)
-        corrupted = (clean + 1) % self.pairs.vocab
-        pairs = Pairs(clean, corrupted, metric=log_prob(0))
         runner = HookedRunner(ours)
+
+        def texts(shape: peers.Shape) -> tuple[Tensor, Tensor]:
+            clean = shape.tokens().to(self.device)
+            return clean, (clean + 1) % shape.vocab
+
+        def edges(n_examples: int) -> timing.Call:
+            shape = dataclasses.replace(self.pairs, batch=n_examples)
+            of_edges = Pairs(*texts(shape), metric=log_prob(0))
+            return lambda: edge_attribution(ours, of_edges)
 
         def scores() -> object:
             _, cache = runner.run_with_cache(clean, lazy=True)
             return head_scores(ours, cache)
 
+        clean, corrupted = texts(self.pairs)
+        pairs = Pairs(clean, corrupted, metric=log_prob(0))
         return {
             "two forwards and one backward": differentiated(ours, clean, corrupted),
             "attribution patching of z, by pos and head": lambda: attribution_patching(
@@ -146,7 +154,9 @@ class Bench:
             "attribution patching of z, by head": lambda: attribution_patching(
                 ours, pairs, "z", ("layer", "head")
             ),
-            "edge attribution": lambda: edge_attribution(ours, pairs),
+            "edge attribution of 1 example": edges(1),
+            "edge attribution of 8 examples": edges(8),
+            "edge attribution of 32 examples": edges(32),
             "edge attribution, 4 steps": lambda: edge_attribution(
                 ours, pairs, "eap_ig_inputs", steps=4
             ),
@@ -156,7 +166,7 @@ class Bench:
             "activation patching of resid_pre, by pos": lambda: activation_patching(
                 ours, pairs, "resid_pre", ("layer", "pos")
             ),
-            "head scores from a lazy cache": scores,
+            "a run with a lazy cache, and head scores from it": scores,
         }
 
     def graph(self) -> Calls:

@@ -25,6 +25,11 @@ def test_rows_of_the_benchmark(where, row):
         # The models of other libraries have other random weights.
         base, *ours = (logits for name, logits in results.items() if "transformers" not in name)
         assert all(torch.allclose(logits, base, atol=1e-5) for logits in ours)
+    elif row == "analyses":
+        for n in (1, 8, 32):
+            edges = results[f"edge attribution of {n} example{'s' if n > 1 else ''}"]
+            assert edges.axes == ("edge", "example")
+            assert edges.values.shape[1] == n
     elif row == "decode":
         assert len(results["hookscope"][0]) == 13 + 5
         static = [rows for name, rows in results.items() if name.startswith("hookscope, static")]
