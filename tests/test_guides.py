@@ -66,7 +66,7 @@ NOTEBOOKS = sorted(GUIDES.glob("*.ipynb"))
 def test_a_notebook_shows_its_outputs_everywhere(path):
     notebook = json.loads(path.read_text("utf-8"))
     built_from = notebook["metadata"].get("built_from")
-    assert built_from in (None, build.hash_of_code(path)), f"run build.py {path.stem}"
+    assert built_from == build.hash_of_code(path), f"run build.py {path.stem}"
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert build.is_install("".join(code[0]["source"])), "the first cell installs the package"
     outputs = [output for cell in code for output in cell["outputs"]]
