@@ -263,16 +263,16 @@ def stable_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
 
 
 @explains_calls
-def spectral_gap(s: Float[Tensor, "*batch k"], at: int = 1) -> Float[Tensor, "*batch"]:
-    """Return singular value number `at` minus the next singular value, in the matrix's unit.
+def spectral_gap(s: Float[Tensor, "*batch n"], k: int = 1) -> Float[Tensor, "*batch"]:
+    """Return singular value number `k` minus the next singular value, in the matrix's unit.
 
-    A small change of the matrix turns its top subspace by at most about the size of the change
-    divided by this gap (Wedin 1972). The value after the last one is 0. The gap is 0 for repeated
-    values and for a zero matrix.
+    A small change of the matrix turns the subspace of its top k singular vectors by at most about
+    the size of the change divided by this gap (Wedin 1972). The value after the last one is 0. The
+    gap is 0 for repeated values and for a zero matrix.
 
     Args:
         s: singular values of a matrix, descending.
-        at: the number of the singular value, counted from 1.
+        k: the number of the singular value, counted from 1.
 
     Returns:
         The gaps [*batch], at least 0, in float64.
@@ -280,12 +280,12 @@ def spectral_gap(s: Float[Tensor, "*batch k"], at: int = 1) -> Float[Tensor, "*b
     Raises:
         ValueError: as for `effective_rank`, or if this singular value does not exist.
 
-    >>> spectral_gap(torch.tensor([5.0, 3.0, 2.5]), at=2)
+    >>> spectral_gap(torch.tensor([5.0, 3.0, 2.5]), k=2)
     tensor(0.5000, dtype=torch.float64)
     """
     s = _checked_values(s)
-    require_integer("at", at, most=s.shape[-1])
-    return s[..., at - 1] - (s[..., at] if at < s.shape[-1] else 0)
+    require_integer("k", k, most=s.shape[-1])
+    return s[..., k - 1] - (s[..., k] if k < s.shape[-1] else 0)
 
 
 @explains_calls

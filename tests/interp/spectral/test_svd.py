@@ -264,9 +264,9 @@ def test_matrices_that_cannot_be_decomposed_or_measured(unchecked):
         for bad in ([1.0, math.nan], [math.inf, 1.0], [1.0, 2.0], [1.0, -0.5]):
             with pytest.raises(ValueError, match=str(bad[1])):
                 measure(torch.tensor(bad))
-    for at in (0, 4):
-        with pytest.raises(ValueError, match=rf"at must .*1 to 3.* {at}$"):
-            spectral_gap(torch.tensor([3.0, 2.0, 1.0]), at=at)
+    for k in (0, 4):
+        with pytest.raises(ValueError, match=rf"k must .*1 to 3.* {k}$"):
+            spectral_gap(torch.tensor([3.0, 2.0, 1.0]), k=k)
     one = svd(randn(3, 9, 7))
     for compare in (subspace_angles, alignment):
         with pytest.raises(ValueError, match="'top'"):
@@ -335,7 +335,7 @@ def test_measures_by_hand():
     np.testing.assert_allclose(effective_rank(s), [2**1.5, 3, 1, 0], atol=1e-12)
     np.testing.assert_allclose(stable_rank(s), [1.5, 3, 1, 0], atol=1e-12)
     assert spectral_gap(s).tolist() == [2, 0, 5, 0]
-    assert spectral_gap(s, at=3).tolist() == [2, 3, 0, 0]
+    assert spectral_gap(s, k=3).tolist() == [2, 3, 0, 0]
     assert condition_number(s).tolist() == [2, 1, math.inf, math.inf]
     # The measures have no unit: they are the same for any scale of the matrix.
     matrices = randn(5, 9, 7)
