@@ -160,6 +160,10 @@ class Options:
         Positions are chosen along the axes `pos` and `query`. The padding is taken from
         `hooks.position_offset`. The result is `value` itself or a new tensor, never a view.
 
+        Args:
+            value: the value of the point.
+            point: the point, whose axes are named.
+
         Raises:
             HookError: if the value has no named axes.
             SelectionError: if the value does not have these positions, or their number differs

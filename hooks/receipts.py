@@ -51,7 +51,12 @@ class Receipt:
         return f"{getattr(self.hook, '__name__', self.hook)} at {self.point.name}: {did}{beside}"
 
     def noting(self, activation: Tensor, point: Point) -> Tensor | None:
-        """Call the hook, and record its changes."""
+        """Call the hook, and record its changes.
+
+        Args:
+            activation: the value of the point.
+            point: the point.
+        """
         before = activation.detach().clone()
         new = self.hook(activation, point)
         after = activation if new is None else new

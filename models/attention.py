@@ -147,6 +147,10 @@ class Attention(AttentionWeights, Component):
         """Return the output of each head.
 
         Without a mask, a query sees all keys up to its own position.
+
+        Args:
+            q, k, v: the queries, keys and values of the heads.
+            mask: the keys that each query may see.
         """
         require_room_for_scores(q, k)
         # b batch, h heads, i queries, j keys, d d_head; n of the heads share each of g key heads.

@@ -121,7 +121,12 @@ class Block(Component):
     def forward(
         self, resid: Float[Tensor, "batch pos d_model"], context: ContextOrMask = None
     ) -> Float[Tensor, "batch pos d_model"]:
-        """Return the residual stream that leaves the block, from the stream that enters it."""
+        """Return the residual stream that leaves the block, from the stream that enters it.
+
+        Args:
+            resid: the stream that enters the block.
+            context: the context of the run; outside a model, a mask or None.
+        """
         resid = self.resid_pre(resid)
         attention, mlp = self.branches
         resid = self.resid_mid(resid + attention(resid, context))

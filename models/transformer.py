@@ -268,6 +268,11 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
         """Return the residual stream that leaves a block.
 
         Input and output are on the device of the block.
+
+        Args:
+            layer: the number of the block.
+            resid: the stream that enters the block.
+            context: the context of the run; see `context`.
         """
         return self.blocks[layer](resid, context)
 
@@ -314,6 +319,10 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
 
         If a hook acts on the final norm, the unembedding or the cap, the logits of all positions
         are computed.
+
+        Args:
+            resid: the residual stream that leaves the last block.
+            last: the number of last positions.
         """
         return self.unembed(resid)[:, -last:]
 
@@ -349,7 +358,12 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
     def prepare_inputs(
         self, tokens: Texts | Float[Tensor, "batch _pos d_model"], **arguments: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """Return the arguments of `forward`, with tokens and a mask instead of texts."""
+        """Return the arguments of `forward`, with tokens and a mask instead of texts.
+
+        Args:
+            tokens: tokens, texts, or embeddings [batch, pos, d_model].
+            arguments: the other arguments of `forward`.
+        """
         given_mask = arguments.pop("attention_mask", None)
         tokens, mask = read(self, tokens, given_mask, arguments.get("kv_cache"))
         return (tokens,), arguments if mask is None else {**arguments, "attention_mask": mask}

@@ -380,6 +380,25 @@ def test_the_reference_page_lists_every_public_name():
 LONG = {"TransformerConfig"}
 
 
+def methods_of(kind):
+    """Yield the name and the function of each public method that a class itself defines."""
+    for name, value in vars(kind).items():
+        function = inspect.unwrap(getattr(value, "__func__", value))
+        if inspect.isfunction(function) and not name.startswith("_"):
+            yield name, function
+
+
+@pytest.mark.parametrize("module", [*PUBLIC, *FACES.split()])
+def test_help_explains_several_arguments(module):
+    for name, value in public_objects(module):
+        functions = methods_of(value) if inspect.isclass(value) else [("", inspect.unwrap(value))]
+        for method, function in functions:
+            n_arguments = len({*inspect.signature(function).parameters} - {"self", "cls"})
+            shown = inspect.getdoc(function) or ""
+            is_explained = "\nArgs:\n" in shown or "see `" in shown
+            assert n_arguments < 2 or is_explained, f"{name}.{method}"
+
+
 @pytest.mark.parametrize("module", [*PUBLIC, *FACES.split()])
 def test_help_begins_with_a_signature_that_a_person_can_read(module):
     for name, value in public_objects(module):

@@ -68,6 +68,21 @@ class Weight(NamedTuple):
     rank: int | None = None
 
 
+class TokenRows(NamedTuple):
+    """The rows that changed in a weight with a row for each token.
+
+    Attributes:
+        role: `embedding`, `unembedding` or, for a tied weight, `embedding and unembedding`.
+        n: the number of rows that changed.
+        tokens: the tokens of the 10 rows that changed most, as texts, or as numbers without a
+            tokenizer.
+    """
+
+    role: str
+    n: int
+    tokens: tuple[Any, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class MatrixChange:
     """The change of one weight: tuned - base, with the shape of the parameter.
@@ -94,11 +109,8 @@ class MatrixChange:
         random_strength: the mean of the same number for random directions.
         parts: the relative changes of the parts `q`, `k` and `v`, if the weight of a plain model
             contains queries, keys and values; empty for other weights.
-        role: `embedding`, `unembedding` or, for a tied weight, `embedding and unembedding`; empty
-            for a weight without a row for each token.
-        n_rows: the number of rows that changed, for a weight with a role.
-        rows: the tokens of the 10 rows that changed most, as texts, or as numbers without a
-            tokenizer, for a weight with a role.
+        rows: the tokens whose rows changed, for an embedding or an unembedding; None for other
+            weights.
 
     >>> import copy
     >>> from interp import compare_models
@@ -125,19 +137,18 @@ class MatrixChange:
     strength: Float[Tensor, "_top end"] | None = None
     random_strength: float = math.nan
     parts: Mapping[str, float] = field(default_factory=dict)
-    role: str = ""
-    n_rows: int = 0
-    rows: tuple[Any, ...] = ()
+    rows: TokenRows | None = None
 
     def parts_in_words(self) -> str:
         """Return the changes of the parts, or the tokens of the rows that changed, in parentheses
         after a space; empty without parts and rows.
         """
         facts = [f"{part} {size:.3g}" for part, size in self.parts.items()]
-        if self.rows:
-            words = " ".join(map(repr, self.rows[:_SHOWN]))
-            largest = ", the largest" if self.n_rows > _SHOWN else ""
-            facts += [self.role, f"{self.n_rows:,} of {self.shape[0]:,} tokens{largest}: {words}"]
+        if self.rows is not None:
+            role, n, tokens = self.rows
+            words = " ".join(map(repr, tokens[:_SHOWN]))
+            largest = ", the largest" if n > _SHOWN else ""
+            facts += [role, f"{n:,} of {self.shape[0]:,} tokens{largest}: {words}"]
         return f" ({', '.join(facts)})" if facts else ""
 
 
@@ -223,7 +234,7 @@ class WeightChanges(plots.Shown):
             "random_strength": "logits",
             "parts": "norms of the base",
         }
-        fields = f"name shape tokens role n_rows rows {' '.join(units)}"
+        fields = f"name shape tokens rows {' '.join(units)}"
         return form("WeightChanges", columns("weight", self.changes, fields, units))
 
     def __repr__(self) -> str:
@@ -531,14 +542,14 @@ class _Decomposer:
 
         Args:
             change: the change of a weight with a row for each token.
-            role: see `MatrixChange`.
+            role: see `TokenRows`.
             sizes: the norm of the change of each row.
         """
         n_rows = int((sizes > 0).sum())
         tokens = sizes.topk(min(self.n_tokens, n_rows)).indices.tolist()
         to_text = writer_of(self.models.tuned)
         words = tokens if to_text is None else to_text(tokens)
-        return replace(change, role=role, n_rows=n_rows, rows=tuple(words))
+        return replace(change, rows=TokenRows(role, n_rows, tuple(words)))
 
     def _with_tokens(
         self, change: MatrixChange, directions: Float[Tensor, "top d_model"]

@@ -609,7 +609,11 @@ class Result(plots.Shown):
 
     @classmethod
     def unpacked(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> "Result":
-        """Return the result of tensors and facts that `packed` made."""
+        """Return the result of tensors and facts that `packed` made.
+
+        Args:
+            tensors, facts: the two results of `packed`.
+        """
         # JSON has lists instead of tuples.
         tuples = {name: tuple(fact) for name, fact in facts.items() if name in _TUPLES and fact}
         labels_by_axis = facts["labels"].items()

@@ -367,7 +367,11 @@ class StatisticsByPoint(dict[str, Statistics]):
     def unpacked(
         cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
     ) -> "StatisticsByPoint":
-        """Return the statistics of tensors and facts that `packed` made."""
+        """Return the statistics of tensors and facts that `packed` made.
+
+        Args:
+            tensors, facts: the two results of `packed`.
+        """
         facts_of_point = {name: dict(plain) for name, plain in facts.items()}
         for key, value in tensors.items():
             name, _, field = key.rpartition(" ")

@@ -228,17 +228,29 @@ class Attached(ReadsText):
         return {kernel_name(config) for config, _ in self._configs.values()}
 
     def run(self, tokens: Tensor, **arguments: Any) -> Any:
-        """Return the model's output."""
+        """Return the model's output.
+
+        Args:
+            tokens: the tokens, [batch, pos].
+            arguments: other arguments of the model, such as `attention_mask`.
+        """
         return self.model(**{self._reads: tokens, **self.uncached, **arguments})
 
     def run_base(self, tokens: Tensor, **arguments: Any) -> Any:
-        """Return the output of the model inside an adapter's wrapper."""
+        """Return the output of the model inside an adapter's wrapper.
+
+        Args:
+            tokens, arguments: see `run`.
+        """
         return self.base(**{self._reads: tokens, **self.uncached, **arguments})
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Return the arguments of `forward`, with tokens and a mask instead of texts.
 
         Tensors are moved to the model's device.
+
+        Args:
+            args, kwargs: the arguments of `forward`. Tokens may be texts.
         """
         named = self._named(args, kwargs)
         if self._has_no_names:
@@ -264,6 +276,9 @@ class Attached(ReadsText):
         """Return the arguments of `forward` with tokens, mask and positions of the new tokens.
 
         Positions from the caller are not changed.
+
+        Args:
+            args, kwargs: see `prepare_inputs`.
 
         Raises:
             ValueError: if `to_tokens` or `positions_of` raises it.
@@ -366,7 +381,12 @@ class Attached(ReadsText):
         return 0
 
     def context(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> AttachedContext:
-        """Return the context of a run: the arguments that blocks read besides the stream."""
+        """Return the context of a run: the arguments that blocks read besides the stream.
+
+        Args:
+            tokens: the tokens of the run.
+            arguments: other arguments of the model, such as `attention_mask`.
+        """
         return AttachedContext(arguments)
 
     def context_of(
@@ -388,7 +408,12 @@ class Attached(ReadsText):
     def input_resid(
         self, tokens: Int[Tensor, "batch pos"], context: AttachedContext | None = None
     ) -> Float[Tensor, "batch pos *stream d_model"]:
-        """Return the residual stream that enters the first block."""
+        """Return the residual stream that enters the first block.
+
+        Args:
+            tokens: the tokens.
+            context: the context of the same tokens; None for whole texts without padding.
+        """
         with Session() as session:
             session.before(self.blocks[0], _stop)
             try:
@@ -433,6 +458,10 @@ class Attached(ReadsText):
 
         If a module of the unembedding has a hook, the unembedding runs on all positions, so that
         the hook sees them all.
+
+        Args:
+            resid: the residual stream that leaves the last block.
+            last: the number of last positions.
         """
         for module in getattr(self.unembed, "modules", ()):
             if any(map(is_listened_to, inside(module))):

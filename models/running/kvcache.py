@@ -83,7 +83,12 @@ class KVCache:
         return torch.cat([self.mask, self.mask.new_ones(len(self.mask), n_new)], 1)
 
     def commit(self, length: int, mask: Bool[Tensor, "batch _length"] | None) -> None:
-        """Set the number of positions and their mask, after all blocks have read the new ones."""
+        """Set the number of positions and their mask, after all blocks have read the new ones.
+
+        Args:
+            length: the number of positions, counting cached positions.
+            mask: True at the positions that are not padding; None if there is no padding.
+        """
         self.length = length
         self.mask = mask
 
