@@ -13,6 +13,7 @@ Adapters may be switched off, and the active adapters may be merged in place (`m
 both cases `base_layer` computes the whole output, and there is no term.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -135,8 +136,9 @@ def adapted_map(module: nn.Module, name: str) -> AdaptedMap | None:
                 "call model.unmerge_adapter() first"
             )
         return AdaptedMap(layer)
-    kind = f"{type(layer).__module__}.{type(layer).__name__}"
-    is_lora = kind == "peft.tuners.lora.layer.Linear"
+    # Adapters of other kinds, such as AdaLoRA, have the same weights, but their own computation.
+    lora: Any = sys.modules.get("peft.tuners.lora.layer")
+    is_lora = lora is not None and type(layer).forward is lora.Linear.forward
     has_variant = is_lora and not layer.lora_variant.keys().isdisjoint(layer.active_adapters)
     if not layer.merged and (not is_lora or has_variant):
         raise _other_kind(layer, name)

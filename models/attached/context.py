@@ -145,9 +145,21 @@ def past_of(cache: Any, layer: int | None) -> AttachedPast | None:
     return AttachedPast(cached.keys.detach().clone(), cached.values.detach().clone())
 
 
+_OF_KEYS = {
+    *("keys", "values", "device", "dtype", "is_initialized", "record_past"),
+    *("sliding_window", "_sliding_window_tensor", "cumulative_length"),
+}
+"""The attributes of a layer that contains only keys and values, with or without a window."""
+
+
 def keeps_only_keys(layer: Any) -> bool:
-    """Return whether a layer of a cache contains only keys and values, and no recurrent state."""
-    return type(layer).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer")
+    """Return whether a layer of a cache contains only the keys and values of seen positions.
+
+    A layer with any other attribute may contain more, such as a recurrent state, quantized keys or
+    free places.
+    """
+    names = getattr(layer, "__dict__", {}).keys()
+    return {"keys", "values"} <= names <= _OF_KEYS
 
 
 def cached_layer(cache: Any, layer: Any) -> Any:
@@ -167,7 +179,7 @@ def first_new(keys: Keys, new: int, cache: Any, layer: Any) -> int:
         cache, layer: the cache, or None, and the index of the layer.
     """
     cached = cached_layer(cache, layer)
-    if type(cached).__name__.startswith("Static") and _is_part(cached.keys, keys):
+    if hasattr(cached, "max_cache_len") and _is_part(cached.keys, keys):
         # If the cache is a window and it is full, it drops its oldest keys and puts the new ones at
         # its end.
         return min(start_of_piece() or 0, keys.shape[2] - new)

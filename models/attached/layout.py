@@ -186,6 +186,9 @@ def candidates_of(block: Call, probe: ProbeRun, roles: Roles) -> Candidates:
         attending = []
         mixers = [named["attn"]]
     else:
+        # Linear attention has no softmax and no product of queries and keys by which it could be
+        # told from a state space or a convolution. Only its author's name for it says what it is,
+        # and the name decides between the points `attn_out` and `mixer_out`. It changes no number.
         classes = [call for call in whole if "attention" in type(call.module).__name__.lower()]
         mixers = attending or classes
     return Candidates(

@@ -15,6 +15,7 @@ from hooks.session import is_listened_to
 from interp import edits, log_prob, sweep
 from interp.protocol import of
 from models import attach
+from models.attached.context import keeps_only_keys
 from models.text.tokenizer import CharTokenizer
 from tests.attachable import CACHE
 from tests.models.attached.kinds import KINDS, SIZES, TOKENS, made
@@ -329,12 +330,47 @@ def test_edits_during_generation_match_the_whole_text(kind):
     assert not torch.equal(whole, model(made_by.sequences[:, :-1]).logits)
 
 
+class Grown(transformers.cache_utils.DynamicLayer):
+    pass
+
+
+class Recurrent(transformers.cache_utils.DynamicLayer):
+    def __init__(self):
+        super().__init__()
+        self.states = None
+
+
+class Fixed(transformers.cache_utils.StaticLayer):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (Grown(), True),
+        (transformers.cache_utils.DynamicSlidingWindowLayer(5), True),
+        (Fixed(9), False),
+        (Recurrent(), False),
+        (object(), False),
+        (None, False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_layer_of_a_cache_is_known_by_its_attributes(layer, expected):
+    assert keeps_only_keys(layer) == expected
+    if hasattr(layer, "update"):
+        layer.update(*torch.ones(2, 1, 2, 3, 4))
+        assert keeps_only_keys(layer) == expected
+
+
 @torch.no_grad()
 def test_a_static_cache_takes_edited_keys():
     model, steps = made("llama"), TOKENS.split([3, 1, 1], 1)
     attach(model)
     hooks = {"blocks.1.attn.k": edits.scale(-2.5, pos=[1, 3])}
     cache = transformers.StaticCache(config=model.config, max_cache_len=7)
+    # The name of the class does not matter.
+    cache.layers = [Fixed(7) for _ in cache.layers]
     with HookedRunner(model).hooks(hooks):
         found = [model(piece, **{CACHE: cache}, use_cache=True).logits for piece in steps]
         torch.testing.assert_close(torch.cat(found, 1), logits(model, use_cache=False))
