@@ -169,7 +169,8 @@ def sweep(
 
     >>> from models import load
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
-    >>>     >>> without_mlps = [{f"blocks.{n}.mlp_out": edits.zero()} for n in (0, 3)]
+    >>> from interp import edits
+    >>> without_mlps = [{f"blocks.{n}.mlp_out": edits.zero()} for n in (0, 3)]
     >>> sweep(model, pairs, without_mlps).top(2)
     edit 0 'blocks.0.mlp_out: edits.zero()'  -9.01
     edit 1 'blocks.3.mlp_out: edits.zero()'  -1.602
