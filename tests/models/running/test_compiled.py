@@ -272,16 +272,21 @@ def test_inference_mode_and_back():
 # Counts and errors.
 
 
-@pytest.mark.parametrize("stop", [(), (3, 4)])
-def test_a_step_waits_once(stop):
+@pytest.mark.parametrize(
+    ("compiled", "stop", "starts"), [(False, (), 61), (True, (), 60), (True, (3, 4), 68)]
+)
+def test_a_step_starts_few_kernels_and_waits_once(compiled, stop, starts):
+    """A compiled step runs here without a compiler, so each operation counts as one kernel."""
     config = TransformerConfig(**SIZES | dict(n_ctx=40))
     model = Transformer(config).eval().requires_grad_(False)
 
-    def waits(new):
-        options = dict(max_new_tokens=new, stop=stop, compiled=True)
-        return counted(lambda model: generate(model, PROMPTS, **options), model).waits
+    def counts(new):
+        options = dict(max_new_tokens=new, stop=stop, compiled=compiled)
+        return counted(lambda model: generate(model, PROMPTS, **options), model)
 
-    assert waits(9) - waits(4) == 5
+    nine, four = counts(9), counts(4)
+    assert nine.waits - four.waits == 5
+    assert nine.starts - four.starts <= 5 * starts
 
 
 @pytest.mark.usefixtures("unchecked")
