@@ -68,7 +68,7 @@ class Weight(NamedTuple):
     rank: int | None = None
 
 
-class TokenRows(NamedTuple):
+class ChangedRows(NamedTuple):
     """The rows that changed in a weight with a row for each token.
 
     Attributes:
@@ -137,7 +137,7 @@ class MatrixChange:
     strength: Float[Tensor, "_top end"] | None = None
     random_strength: float = math.nan
     parts: Mapping[str, float] = field(default_factory=dict)
-    rows: TokenRows | None = None
+    rows: ChangedRows | None = None
 
     def parts_in_words(self) -> str:
         """Return the changes of the parts, or the tokens of the rows that changed, in parentheses
@@ -542,14 +542,14 @@ class _Decomposer:
 
         Args:
             change: the change of a weight with a row for each token.
-            role: see `TokenRows`.
+            role: see `ChangedRows`.
             sizes: the norm of the change of each row.
         """
         n_rows = int((sizes > 0).sum())
         tokens = sizes.topk(min(self.n_tokens, n_rows)).indices.tolist()
         to_text = writer_of(self.models.tuned)
         words = tokens if to_text is None else to_text(tokens)
-        return replace(change, rows=TokenRows(role, n_rows, tuple(words)))
+        return replace(change, rows=ChangedRows(role, n_rows, tuple(words)))
 
     def _with_tokens(
         self, change: MatrixChange, directions: Float[Tensor, "top d_model"]
