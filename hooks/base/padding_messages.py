@@ -1,7 +1,8 @@
 """Messages about padding: the text of every error about padding, masks of texts and real tokens.
 
 A function returns the message, and its caller decides when to raise an error and of which class.
-So change the words of a message here, and its condition in the file that raises the error.
+So change the words of a message here, and its condition in the file that raises the error. Some
+callers pass the reason of a message as text, such as the name of the model that needs the padding.
 
 1. Masks of texts: `mask_shape`, `mask_numbers`, `mask_changed`, `mask_axes`, `second_mask`,
    `mask_unknown`.

@@ -57,8 +57,9 @@ class Targets(NamedTuple):
 class _Order:
     """The order in which targets are added, and the order of their rows.
 
-    Targets are sorted by stage. Rows are sorted by the highest stage of their targets, in
-    descending order. Then the rows with a target above some stage are the first rows.
+    Targets are sorted by stage (`Targets.stage`). Rows are sorted by the highest stage of their
+    targets, in descending order. So for every stage, the rows that have a target above it come
+    first.
 
     Args:
         targets: the targets.

@@ -506,7 +506,7 @@ SUMMED = ("attn_out", "resid_mid", "ln2.scale", "ln2.normalized", "mlp.pre", "ml
 def _reasons_of_missing_points(wiring: Wiring) -> dict[str, str]:
     """Return the reason for each usual point that is missing, by its name.
 
-    Points with a known reason are not included.
+    A point that an earlier check left out already has a reason, and is not included.
     """
     stack = wiring.stack
     prefix = wiring.stack.prefix

@@ -15,8 +15,10 @@ inputs and outputs of its modules:
    sublayer without attention that moves information between positions, such as a state space.
 
 `layout_of` assembles these into a `BlockLayout`, with the hidden layer and the experts of the MLP.
-To support a block of another form, for example with two MLPs, add its sums to `terms_of` and its
-order to `roles_of`.
+A block with a new order of sublayers needs only its sums in `terms_of` and its order in `roles_of`.
+A layout has one place for an MLP (`TermsByRole.mlp`, `BlockLayout.mlp_out`). So a block with two MLPs
+also needs a second place in both, points for it in `points`, a branch in `view`, and a node in
+`interp.graph.nodes`.
 """
 
 import itertools
