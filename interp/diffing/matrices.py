@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hooks import UnknownNameError
 from hooks.base import (
+    block_rounding,
     float32_rounding,
     generator,
     memory_of,
@@ -44,6 +45,11 @@ from interp.runs.adapters import adapter_layers
 from interp.spectral import effective_rank, randomized_svd, svd
 from interp.spectral.factored import FactoredMatrix
 
+_LINEAR = 1e-3
+"""An adapter adds a matrix if its output differs from the matrix's by at most this share.
+
+This is no limit of rounding: an adapter of another kind differs by far more.
+"""
 # The number of tokens of the text that finds the writers, and of printed tokens.
 _SHORT = 8
 _SHOWN = 5
@@ -398,7 +404,8 @@ def _require_linear(name: str, layer: Any, added: Float[Tensor, "rows columns"])
     output = hooks_disabled(layer, x).double()
     without = hooks_disabled(inner, x).double()
     gap = (output - without - expected).norm()
-    if gap > 1e-3 * expected.norm() + 1e-5 * output.norm():
+    rounding = block_rounding(parameter.dtype)
+    if gap > max(_LINEAR, rounding) * expected.norm() + rounding * output.norm():
         raise ValueError(
             f"an adapter must add a matrix to the weight; got {type(layer).__name__} at {name}, "
             "which does not: merge a copy of the adapter, and compare two models"

@@ -163,6 +163,16 @@ def test_adapters_that_cannot_be_switched_off_are_named():
         compare_models(biased, None, TOKENS)
 
 
+def test_an_adapter_in_half_precision_adds_a_matrix():
+    model = adapted("llama").bfloat16()
+    attach(model)
+    change = compare_models(model, None, dict(input_ids=TOKENS))
+    layer = model.base_model.model.model.layers[0].mlp.down_proj
+    added = 3 * layer.lora_B["default"].weight.double() @ layer.lora_A["default"].weight.double()
+    found = change.weights["model.layers.0.mlp.down_proj.weight"].s[0]
+    torch.testing.assert_close(found.double(), torch.linalg.svdvals(added)[0], rtol=0.01, atol=0)
+
+
 def test_an_adapter_that_adds_no_matrix_is_named():
     model = adapted("llama", use_dora=True)
     with torch.no_grad():
