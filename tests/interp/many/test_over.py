@@ -509,10 +509,10 @@ def test_what_depends_on_all_examples_is_an_error():
             activation_patching,
             examples=PAIRS.measured_by(lambda logits: logits[:, -1, tokens].diagonal()),
         )
-    # The first metric is 0 in a batch of equal logits, and the others have equal numbers.
+    # In a batch of equal logits, the first two metrics are 0 and the last is 1.
     for function in (
         lambda logits: logits[:, -1, 3] - logits[0, -1, 3],
-        lambda logits: logits[:, -1, 3] - logits[:, -1, 3].mean(),
+        lambda logits: logits[:, -1, 3] - logits[-1, -1, 3],
         lambda logits: logits[:, -1].logsumexp(-1).softmax(0) * len(logits),
     ):
         for size in (1, AT_ONCE):
