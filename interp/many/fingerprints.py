@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import __version__
-from hooks.base import config_hash, shown, weights_hash
+from hooks.base import config_hash, shown, storage, weights_hash
 from hooks.shared import parts_of
 
 _OURS = ("hooks", "models", "interp")
@@ -179,9 +179,8 @@ class _Hasher(pickle.Pickler):
 
 def _tensor(value: Tensor) -> tuple[Any, ...]:
     """Return the dtype and the shape of a tensor, and a hash of its numbers."""
-    numbers = value.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
-    content = numbers.view(torch.uint8).numpy().tobytes()
-    return "tensor", str(value.dtype), tuple(value.shape), hashlib.sha256(content).hexdigest()
+    content = hashlib.sha256(storage.bytes_of(value)).hexdigest()
+    return "tensor", str(value.dtype), tuple(value.shape), content
 
 
 def _module(module: nn.Module) -> tuple[Any, ...]:

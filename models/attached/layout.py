@@ -16,8 +16,8 @@ inputs and outputs of its modules:
 
 `layout_of` assembles these into a `BlockLayout`, with the hidden layer and the experts of the MLP.
 A block with a new order of sublayers needs only its sums in `terms_of` and its order in `roles_of`.
-A layout has one place for an MLP (`TermsByRole.mlp`, `BlockLayout.mlp_out`). So a block with two MLPs
-also needs a second place in both, points for it in `points`, a branch in `view`, and a node in
+A layout has one place for an MLP (`TermsByRole.mlp`, `BlockLayout.mlp_out`). So a block with two
+MLPs also needs a second place in both, points for it in `points`, a branch in `view`, and a node in
 `interp.graph.nodes`.
 """
 

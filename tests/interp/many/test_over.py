@@ -370,6 +370,12 @@ def test_the_hash_of_a_module_depends_on_its_attributes():
     assert fingerprint("a module", same) == hashes[-1]
 
 
+def test_the_hash_of_one_number_does_not_depend_on_its_stride():
+    of_column = torch.arange(35.0).view(5, 7)[2:3, 3]
+    assert fingerprint("a number", of_column) == fingerprint("a number", torch.tensor([17.0]))
+    assert fingerprint("a number", of_column) != fingerprint("a number", torch.tensor([18.0]))
+
+
 OF_USER = """
 SITE, UNUSED = "z", 1
 def helper(pairs):
