@@ -369,7 +369,7 @@ def test_a_window_of_patterns_runs_the_layers_of_its_heads(bundled):
     n, before = eager["pattern", 0].shape[-1], lazy.nbytes
     ran = []
     handles = [
-        block.register_forward_hook(lambda *args, layer=layer: ran.append(layer))
+        block.attn.register_forward_hook(lambda *args, layer=layer: ran.append(layer))
         for layer, block in enumerate(bundled.blocks)
     ]
     window = dict(queries=slice(-7, -2), keys=slice(3, 9), heads=[(3, 1), (0, 2), (3, 0)])
