@@ -93,7 +93,7 @@ def parts_of(block: nn.Module) -> list[nn.Module]:
         "forward" in vars(block)
         or _torch.is_compiled(block)
         or any(not is_of_package(hook) for hook in _torch.hooks_of(block))
-        or any(map(_torch.is_fully_sharded, block.modules()))
+        or _torch.has_shards(block)
     )
     if has_other_ends:
         return []

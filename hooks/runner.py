@@ -29,7 +29,7 @@ from hooks.base import (
     config_hash,
     explains_calls,
     forwards_in,
-    is_fully_sharded,
+    has_shards,
     mesh_of,
     number_of,
     require_module,
@@ -201,7 +201,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
             raise ValueError("capture returns no output to call backward() on; got grads=True")
         args, kwargs = self._prepared("capture", args, kwargs)
         request = self._request(flatten(names), None, options)
-        stops = not any(map(is_fully_sharded, self.model.modules()))
+        stops = not has_shards(self.model)
         return self._run_eagerly(request, args, kwargs=kwargs, stops=stops)[1]
 
     def run_with_hooks(

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner, ModeError
-from hooks.base import is_compiled, is_fully_sharded, language_of, require_module, uncompiled
+from hooks.base import has_shards, is_compiled, language_of, require_module, uncompiled
 
 STACKS = ("encoder", "decoder", "vision", "audio")
 """The prefixes of points whose positions are not positions of the model's texts.
@@ -290,7 +290,7 @@ def plain(model: nn.Module, *parts: str) -> Any:
             for a family that it does not know, a part of a block was not found.
     """
     language = of(model, *parts)
-    if any(map(is_fully_sharded, model.modules())):
+    if has_shards(model):
         raise TypeError(
             "the parts of a model can be computed only from whole weights; got "
             f"{type(model).__name__}, sharded by FSDP (load its full state dict into a model "

@@ -326,6 +326,14 @@ def is_fully_sharded(module: nn.Module) -> bool:
     return isinstance(module, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule))
 
 
+def has_shards(module: nn.Module) -> bool:
+    """Return whether PyTorch's FSDP shards `module` or a module inside it."""
+    # Most programs have not imported FSDP. They need no loop over modules.
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    return any(map(is_fully_sharded, module.modules()))
+
+
 def uncompiled(module: nn.Module) -> nn.Module:
     """Return the module inside the wrapper of `torch.compile`.
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from hooks import HookError
-from hooks.base import Texts, Words, hooks_of, is_fully_sharded, shown, shows_progress
+from hooks.base import Texts, Words, has_shards, hooks_of, shown, shows_progress
 from hooks.shared import is_foreign
 from interp.features.evaluation import evaluate_sae
 from interp.many import decisions
@@ -184,7 +184,7 @@ def _require_all_parts(model: nn.Module, executor: Any, shard: tuple[int, int] |
         ValueError: if the processes may make different runs, and would wait for each other forever.
     """
     is_divided = shard is not None or executor is not None
-    if is_divided and any(map(is_fully_sharded, model.modules())):
+    if is_divided and has_shards(model):
         raise ValueError(
             "a fully sharded model (FSDP) runs in all of its processes together, so each process "
             "must run all parts; got shard= or executor=: leave them out"

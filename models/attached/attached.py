@@ -18,7 +18,7 @@ from hooks.base import (
     agree,
     attribute_hint,
     carried,
-    is_fully_sharded,
+    has_shards,
     logits_rounding,
     remove_hooks,
     require_module,
@@ -337,7 +337,7 @@ class Attached(ReadsText):
         """
         if is_encoder_decoder(self.model) or table_of(self.model) is None:
             return True
-        if any(map(is_fully_sharded, self.model.modules())):
+        if has_shards(self.model):
             # Other processes may not take part in this run, and it would wait for them.
             return True
         tokens = tokens_for(self.model)

@@ -21,8 +21,8 @@ from hooks.base import (
     FakeTensor,
     Scoped,
     agree,
+    has_shards,
     is_close,
-    is_fully_sharded,
     is_same,
     logits_rounding,
     padding_messages,
@@ -119,7 +119,7 @@ class PaddedPositions:
         """Return whether one column of padding on a side changes the output of a text."""
         attached = self._attached
         model = attached.model
-        if any(map(is_fully_sharded, model.modules())):
+        if has_shards(model):
             # The run needs all processes. A process without padding would not take part in it, and
             # the others would wait.
             return False
