@@ -416,7 +416,8 @@ def require_reproduced(seconds: Sequence[SecondRun]) -> None:
     """Check that blocks are unchanged since their first run.
 
     A block is unchanged if a sample of its output is equal to the sample of the first run, up to
-    rounding. The host waits once for all blocks.
+    rounding. If the second run ended early, the samples of its parts are compared instead. The host
+    waits once for all blocks.
 
     Raises:
         CacheError: if a block has changed. The error names the block.

@@ -98,7 +98,9 @@ def real_positions(real: Bool[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
 
 
 def sides_of_padding(mask: Shaped[Tensor, "batch pos"]) -> tuple[bool, bool]:
-    """Return whether some text has padding before a real token, and whether one has it after.
+    """Return whether any text has padding on the left, and whether any has padding on the right.
+
+    Padding on the left comes before a real token, and padding on the right comes after one.
 
     Args:
         mask: True or 1 at real tokens, False or 0 at padding.

@@ -121,8 +121,8 @@ def columns_of(texts: Any) -> tuple[list[list[int]], list[list[bool]]]:
     for name in _READ_BESIDE & {*texts}:
         if bool(torch.as_tensor(texts[name]).any()):
             raise ValueError(
-                f"texts must contain only tokens and their mask; got {name} too (call "
-                "model(**texts) if the model accepts it)"
+                f"texts must contain only tokens and their mask; got {name} too; "
+                f"to pass {name} to the model, call model(**texts)"
             )
     return tokens, [[*map(bool, mask)] for mask in masks]
 

@@ -106,7 +106,7 @@ def activation_patching(
     if edit is not None:
         _check_edit(edit, direction)
         if source is not None:
-            raise ValueError("edit and source must not both be given; got both")
+            raise ValueError("edit and source cannot be used together; got both: leave one out")
         about["edit"] = repr(edit)
     two_runs = direction if edit is None else None
     runs = Runs(model, pairs, direction=two_runs, source=source)

@@ -10,7 +10,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -190,7 +190,7 @@ def whole_call(
         )
     for name in by_example:
         value = options.get(name)
-        if not hasattr(value, "__len__") or len(value) != len(all_examples):  # type: ignore[arg-type]
+        if not isinstance(value, Sized) or len(value) != len(all_examples):
             raise ValueError(
                 f"{name}= is named in by_example, so it must have an entry for each of the "
                 f"{len(all_examples)} examples; got {shown(value)}"
