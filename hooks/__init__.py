@@ -1,9 +1,9 @@
 """Hook points, a runner that registers hooks at them, and the cache of a run, for any `nn.Module`.
 
 Read `point`, `names`, `session`, `edit`, `runner`, `capture`, `cache`, `lazy`, `replay`, `modes`,
-`plan` and `receipts` in this order. The other files are details of edits (`beside`, `parts`),
-generations (`steps`), captures (`joined`) and caches (`origin`, `masks`, `slicing`), general parts
-in `base`, and names that only `models` and `interp` need, in `shared`.
+`plan` and `receipts` in this order. The other files are modules that run directly after a point
+(`parts`), the hooks of one step of a generation (`steps`), the inputs of a cached run (`origin`),
+names that only `models` and `interp` need (`shared`), and general parts without hooks (`base`).
 """
 
 from hooks.base import missing_name as _missing_name

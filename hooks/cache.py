@@ -27,13 +27,13 @@ from hooks.base import (
     unknown_point,
 )
 from hooks.base.errors import CacheError, UnknownNameError
+from hooks.base.masks import TextMasks
 from hooks.base.memory import Bound
+from hooks.base.slicing import Slice
 from hooks.base.transfer import Copies
 from hooks.lazy import LazyValues
-from hooks.masks import TextMasks
 from hooks.modes import Options
 from hooks.origin import Origin
-from hooks.slicing import Slice
 
 _FORMAT = "hookscope-cache-6"
 # The prefixes of the names of gradients, inputs and masks; no module's name starts with a dot.

@@ -1,15 +1,22 @@
-"""Recorder: records the values of the requested points during a run."""
+"""Recorder: records the values of the requested points during a run.
+
+In a joined run, a generation runs the model once for each new token. `join` makes one value for all
+positions from the values of the steps: the value that one run of the whole text would have.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hooks.base import (
     NEVER_FIRED,
+    POSITION_AXES,
     Piece,
     _torch,
     mapped,
@@ -19,10 +26,10 @@ from hooks.base import (
     with_first_tensor,
 )
 from hooks.base.errors import CacheError, HookError, MemoryLimitError
+from hooks.base.masks import NO_PADDING, TextMasks
 from hooks.base.memory import Bound
+from hooks.base.pieces import piece_is_known
 from hooks.base.transfer import Copies, private
-from hooks.joined import join, require_next
-from hooks.masks import NO_PADDING, TextMasks
 from hooks.modes import Options
 from hooks.point import HookPoint, Point, as_node, first_tensor, require_unsplit
 from hooks.session import Session
@@ -291,7 +298,7 @@ class Recorder:
         if self.joined or self._keeps_calls:
             parts = self._parts.setdefault(name, [])
             if self.joined:
-                require_next(parts, point)
+                _require_next(parts, point)
             parts.append(stored)
         else:
             self.values[name] = stored
@@ -348,6 +355,70 @@ class Recorder:
                 self.values[name] = copies[id(view)]
                 self._versions[name] = _torch.version(self.values[name])
         self._views = []
+
+
+def _require_next(pieces: Sequence[Tensor], point: Point) -> None:
+    """Check that the present piece of the texts continues the earlier pieces of a point's value.
+
+    Args:
+        pieces: the values of the earlier pieces.
+        point: the point.
+
+    Raises:
+        HookError: if the present piece starts at a different column, or has different rows.
+    """
+    piece = piece_read()
+    axis = _position_axis(point.name, point.axes)
+    next_column = sum(part.shape[axis] for part in pieces)
+    if pieces and piece_is_known() and (piece.start != next_column or piece.moved):
+        got = "different rows" if piece.moved else f"column {piece.start or 0}"
+        raise HookError(
+            f"the pieces of a joined run must follow one another, for {point.name} from column "
+            f"{next_column} of the same rows; got {got} (a generation without a cache of keys, "
+            "with beams or with an assistant)"
+        )
+
+
+def join(pieces: Sequence[Tensor], name: str, axes: tuple[str, ...]) -> Tensor:
+    """Join the values of the steps of a generation as if one run covered all positions.
+
+    Along `key`, the last key of a step is the last position that the step read. Later keys, and
+    earlier keys that a step does not have, are zero.
+
+    Args:
+        pieces: the value of each run, in order.
+        name: the name of the point, for errors.
+        axes: the axes of the value.
+
+    Raises:
+        HookError: if the value does not have exactly one axis of positions.
+    """
+    axis = _position_axis(name, axes)
+    if "key" in axes:
+        key = axes.index("key")
+        n_cached = pieces[0].shape[key] - pieces[0].shape[axis]
+        lengths = [piece.shape[axis] for piece in pieces]
+        ends = [n_cached + end for end in accumulate(lengths)]
+        # `pad` takes two sizes for each axis, and the last axis comes first.
+        later_axes = [0, 0] * (len(axes) - 1 - key)
+        pieces = [
+            pad(piece, [*later_axes, end - piece.shape[key], ends[-1] - end])
+            for piece, end in zip(pieces, ends, strict=True)
+        ]
+    return torch.cat(list(pieces), axis)
+
+
+def _position_axis(name: str, axes: tuple[str, ...]) -> int:
+    """Return the index of the only axis of positions.
+
+    Raises:
+        HookError: if the value has no axis of positions, or several.
+    """
+    along = [axis for axis in axes if axis in POSITION_AXES]
+    if len(along) != 1:
+        rule = "joining the values of several runs needs one axis of positions"
+        raise HookError(f"{rule}; {name} has [{' '.join(axes)}]")
+    return axes.index(along[0])
 
 
 def memory_in(tree: Any) -> set[int]:

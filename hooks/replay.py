@@ -34,8 +34,8 @@ from hooks.base.closeness import TwoRuns, are_reproduced, block_rounding, part_r
 from hooks.base.errors import CacheError, HookError
 from hooks.base.memory import Bound
 from hooks.base.transfer import Copies
-from hooks.beside import unwatched
 from hooks.capture import Complete, Recorder, memory_in
+from hooks.edit import unwatched
 from hooks.modes import Options
 from hooks.point import Point, inside
 from hooks.session import Edits, Session, hooks_disabled, is_of_package

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hooks import HookedRunner, HookError, HookPoint, NeverFiredError
-from hooks.joined import join
+from hooks.capture import join
 
 # Sizes all differ: batch 2, positions 3 and 1 and 4, width 5.
 

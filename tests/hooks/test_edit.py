@@ -1,4 +1,4 @@
-"""Modules that return several tensors. An edit changes only the first tensor.
+"""Edits at modules that return several tensors. An edit changes only the first tensor.
 
 If the parent module reads another tensor too, the edit would have only a part of its effect, so it
 raises an error.

@@ -1,4 +1,4 @@
-"""Slice: a selection of rows, positions or heads from a cache's values, for `ActivationCache.at`.
+"""Slice: a selection of rows, positions or heads, which is applied to every value of a run.
 
 1. Along most axes a subscript of PyTorch selects the part.
 2. Along positions of texts with padding, places count real tokens, which are in different columns
@@ -11,18 +11,17 @@ from typing import Any
 
 from torch import Tensor
 
-from hooks.base import TEXT_AXES, Index, Selection, taken
 from hooks.base.errors import CacheError, SelectionError
-from hooks.base.selection import index_by_axis
-from hooks.masks import TextMasks
+from hooks.base.masks import TextMasks
+from hooks.base.selection import TEXT_AXES, Index, Selection, index_by_axis, taken
 
 
 class Slice:
-    """Indices by axis, with methods that apply them to the values of a cache.
+    """Indices by axis, with methods that apply them to the values of a run.
 
     Args:
         where: the index along each axis.
-        masks: the masks of the cache's texts.
+        masks: the masks of the run's texts.
 
     Attributes:
         where: the index along each axis.

@@ -1,4 +1,4 @@
-"""TextMasks: the masks of real tokens in a run's texts, for every value of a cache.
+"""TextMasks: the masks of real tokens in a run's texts, for every value of the run.
 
 Most runs read one batch of texts. An encoder and its decoder read two batches, and each value
 belongs to one of them.
@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hooks.base import Index
-from hooks.base.selection import index_by_axis
+from hooks.base.selection import Index, index_by_axis
 
 NO_PADDING = -1
 """Stands for the number of a batch of texts, for values that read no text with padding."""
