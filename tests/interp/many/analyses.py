@@ -1,4 +1,4 @@
-"""Functions that worker processes import: models, and analyses of a user's own."""
+"""Models, pairs, and analyses of a user's own, which worker processes import."""
 
 import os
 import signal
@@ -7,11 +7,20 @@ from pathlib import Path
 import torch
 
 from hooks import HookedRunner
-from interp import activation_patching, direct_logit_attribution
+from interp import Pairs, activation_patching, direct_logit_attribution
 from models import Transformer, TransformerConfig
 from tests.shipped import pydoc
 
 VOCAB, LAYERS, HEADS = 23, 2, 3
+N, POS = 7, 5
+CLEAN, CORRUPTED = torch.randint(VOCAB, (2, N, POS), generator=torch.Generator().manual_seed(1))
+# A text occurs in two parts, with the same and with another corrupted text.
+CLEAN[6], CLEAN[4] = CLEAN[1], CLEAN[0]
+CORRUPTED[6] = CORRUPTED[1]
+RIGHT, WRONG = torch.arange(3, 3 + N), torch.arange(12, 12 + N)
+MASK = torch.ones(N, POS)
+MASK[2, :2], MASK[5, :1] = 0, 0
+PAIRS = Pairs(CLEAN, CORRUPTED, torch.stack([RIGHT, WRONG], 1), attention_mask=MASK)
 
 
 def make_model():

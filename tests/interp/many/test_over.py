@@ -2,10 +2,12 @@
 
 import multiprocessing
 import pickle
+import subprocess
 import sys
 import threading
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import lru_cache, partial
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -36,18 +38,23 @@ from interp.features import Dictionary, TopK, splice
 from interp.graph import Graph, circuits
 from interp.many.fingerprints import fingerprint
 from interp.store import Ray, statistics
-from tests.interp.many.analyses import VOCAB, direct, make_model, patched_once
+from tests.interp.many.analyses import (
+    CLEAN,
+    CORRUPTED,
+    MASK,
+    PAIRS,
+    POS,
+    RIGHT,
+    VOCAB,
+    WRONG,
+    N,
+    direct,
+    make_model,
+    patched_once,
+)
 from tests.shipped import pydoc
 
-N, POS, AT_ONCE = 7, 5, 3
-CLEAN, CORRUPTED = torch.randint(VOCAB, (2, N, POS), generator=torch.Generator().manual_seed(1))
-# A text occurs in two parts, with the same and with another corrupted text.
-CLEAN[6], CLEAN[4] = CLEAN[1], CLEAN[0]
-CORRUPTED[6] = CORRUPTED[1]
-RIGHT, WRONG = torch.arange(3, 3 + N), torch.arange(12, 12 + N)
-MASK = torch.ones(N, POS)
-MASK[2, :2], MASK[5, :1] = 0, 0
-PAIRS = Pairs(CLEAN, CORRUPTED, torch.stack([RIGHT, WRONG], 1), attention_mask=MASK)
+AT_ONCE = 3
 
 
 @pytest.fixture(scope="module")
@@ -575,6 +582,37 @@ def test_processes_must_not_be_forked():
         pytest.raises(ValueError, match=r'mp_context=multiprocessing.get_context\("spawn"\)'),
     ):
         over(executor=executor)
+
+
+@pytest.mark.full
+def test_each_process_of_torchrun_runs_its_shard(model, tmp_path):
+    """A later call finds all parts. If a part were missing, it would raise an error."""
+    script = Path(__file__).with_name("sharded.py")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    folder = tmp_path / "parts"
+    subprocess.run(
+        [*torchrun, "--nproc-per-node=2", script, folder], check=True, cwd=script.parents[3]
+    )
+    assert sorted(path.name for path in tmp_path.glob("rank-*")) == ["rank-0", "rank-1"]
+    over = partial(over_examples, attribution_patching, make_model, PAIRS, "z", at_once=2)
+    require_equal(over(out=folder), attribution_patching(model, PAIRS, "z"))
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("default")
+def test_a_client_of_dask_gives_the_result_of_one_process(model, tmp_path):
+    distributed = pytest.importorskip(
+        "distributed", reason="needs the package distributed, of Dask"
+    )
+    cluster = distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None)
+    with cluster, distributed.Client(cluster) as client:
+        over = partial(over_examples, attribution_patching, make_model, PAIRS, at_once=AT_ONCE)
+        whole = attribution_patching(model, PAIRS, "z")
+        require_equal(over("z", executor=client), whole)
+        require_equal(over("z", executor=client, out=tmp_path), whole)
+        with pytest.raises(ValueError, match="layers must be among") as told:
+            over("z", layers=5, executor=client)
+        assert "part" in told.value.__notes__[0]
 
 
 @pytest.mark.full

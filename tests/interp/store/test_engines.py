@@ -137,3 +137,24 @@ def test_options_that_executors_do_not_support_are_errors(tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"pip install \"hookscope\[ray\] @ git"):
         harvest(model, TEXTS, NAME, tmp_path, executor=Ray())
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("default")
+def test_a_client_of_dask_writes_the_files_of_one_process(tmp_path):
+    distributed = pytest.importorskip(
+        "distributed", reason="needs the package distributed, of Dask"
+    )
+    one = harvest(pydoc(), TEXTS[:40], NAME, tmp_path / "one", per_file=4)
+    cluster = distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None)
+    with cluster, distributed.Client(cluster) as client:
+        store = harvest(
+            partial(load, "pydoc-4l"),
+            TEXTS[:40],
+            NAME,
+            tmp_path / "dask",
+            per_file=4,
+            executor=client,
+        )
+    assert store.checksums == one.checksums
+    assert len(store.checksums) == 10
