@@ -10,8 +10,15 @@ from pathlib import Path
 from interp import attribution_patching, over_examples
 from tests.interp.many.analyses import PAIRS, make_model
 
-rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-folder = Path(sys.argv[1])
-folder.with_name(f"rank-{rank}").touch()
-shard = (rank, world_size)
-over_examples(attribution_patching, make_model, PAIRS, "z", at_once=2, out=folder, shard=shard)
+
+def main() -> None:
+    """Run this process's shard."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    folder = Path(sys.argv[1])
+    folder.with_name(f"rank-{rank}").touch()
+    shard = (rank, world_size)
+    over_examples(attribution_patching, make_model, PAIRS, "z", at_once=2, out=folder, shard=shard)
+
+
+if __name__ == "__main__":
+    main()
