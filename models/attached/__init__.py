@@ -1,10 +1,9 @@
 """Hook points for models of `transformers`, found from a run instead of a list of architectures.
 
 Read `attaching` first, because it contains the algorithm, and then its steps in order: `original`,
-`probe`, `stacks`, `layout` (`streams` for blocks with several vectors of each token) with `parts`
-and `experts`, `points` with `wires` and `attention`, and `checks`. A run of the attached model goes
-through `forward` (with `padded_positions`), `context` and `pattern` (padding in attention
-patterns), and analyses use the object from `attached`, or its `view` as blocks with weights.
+`probe`, `stacks`, `layout` with `parts` and `experts`, `points` with `attention`, and `checks`. A
+run of the attached model goes through `forward`, `context` and `padding` (in attention patterns and
+in positions), and analyses use the object from `attached`, or its `view` as blocks with weights.
 """
 
 from models.attached.attached import Attached, detach

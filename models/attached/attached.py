@@ -28,7 +28,7 @@ from hooks.base import (
 )
 from hooks.shared import Session, Wire, hooks_disabled, inside, is_listened_to
 from models.attached.context import CACHES, AttachedContext, divided_call, repeatable_context
-from models.attached.forward import Forward
+from models.attached.forward import Forward, restore_methods
 from models.attached.original import (
     HOOKED,
     KernelName,
@@ -44,11 +44,10 @@ from models.attached.original import (
     tokens_for,
     uncached,
 )
-from models.attached.padded_positions import PaddedPositions
+from models.attached.padding import PaddedPositions
 from models.attached.points import TOP, PointsOfBlocks
 from models.attached.stacks import Stack, Tower
 from models.attached.view import PlainView
-from models.attached.wires import restore_methods
 from models.checkpoints.huggingface import from_memory
 from models.checkpoints.huggingface.families import FAMILIES
 from models.mode import mode

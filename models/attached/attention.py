@@ -39,10 +39,10 @@ from models.attached.context import (
     past_of,
     take_cache,
 )
+from models.attached.forward import Replaced, fire, rows_and_positions
 from models.attached.original import Kernel, kernel_name, kernel_of
-from models.attached.pattern import KernelOptions, pattern_of, queries_without_keys
+from models.attached.padding import KernelOptions, pattern_of, queries_without_keys
 from models.attached.probe import ATTENTION, FUSED, ProbeRun, attention_part
-from models.attached.wires import Replaced, fire, rows_and_positions
 from models.dot_product import require_room_for_scores
 
 Heads = Float[Tensor, "batch head query d_head"]

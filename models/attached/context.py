@@ -26,8 +26,13 @@ from torch import Tensor, nn
 from hooks import HookError, HookPoint, start_of_piece
 from hooks.base import carried, mapped, memory_of, tensors_in
 from hooks.shared import Wire, is_listened_to
-from models.attached.forward import is_cache, own_cache
-from models.attached.wires import fire, rows_and_positions, texts_read
+from models.attached.forward import (
+    fire,
+    is_cache,
+    own_cache,
+    rows_and_positions,
+    texts_read,
+)
 from models.running.context import with_past
 from models.running.pieces import Arguments
 

@@ -29,10 +29,10 @@ from torch.overrides import TorchFunctionMode
 from hooks import HookPoint
 from hooks.base import is_close, is_same
 from hooks.shared import Wire, is_listened_to
+from models.attached.forward import Computed, Replaced, fire, texts_read
 from models.attached.original import SHAPE
 from models.attached.parts import Summand, factors_of
 from models.attached.probe import Call
-from models.attached.wires import Computed, Replaced, fire, texts_read
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The forward of an attached model: records the texts of a run, and the column where it starts.
+"""The forward of an attached model: the texts of a run, where it starts, and the values at points.
 
 A text may be read in several runs: each run reads a piece, for example one new token, and gets the
 cache or the state of the run before among its arguments. Edits count positions from the start of
@@ -11,28 +11,40 @@ exists:
    state of a model without keys.
 
 Virtual tokens, which an adapter adds before every text (prefix tuning), do not count.
+
+During the run, wires pass values through points. A wire is a hook on one of the model's modules. It
+passes the module's input or output to a point, and replaces it by the result of the point (`fire`).
+If no hook is active at the point, nothing is computed, and the module's own tensor is used. Some
+modules join rows and positions in one axis. The forward stores the numbers of rows and positions
+(`texts_read`), so that a point shows two axes.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hooks import HookError, start_of_piece
+from hooks import HookError, HookPoint, start_of_piece
 from hooks.base import (
     Piece,
     Scoped,
+    Shards,
     Words,
+    carried,
     forwards_in,
     memory_of,
     padding_messages,
     reading,
     tensors_in,
+    with_first_tensor,
 )
+from hooks.shared import Wire, is_listened_to
 from models.attached.original import HOOKED
-from models.attached.wires import Output, Replaced, texts_read
 from models.checks import should_read
 from models.running.masks import as_boolean
 
@@ -42,7 +54,39 @@ NEW_CACHE, OLD_CACHES = "cache", ("past_key_values", "cache_params")
 The newer versions warn about the old names.
 """
 
+# The numbers of rows and positions of this run, for modules that join them in one axis.
+texts_read: ContextVar[tuple[int, ...]] = ContextVar("texts", default=())
+
 _generation = Scoped[dict[str, int] | None]("generation", None)
+
+
+class Replaced:
+    """A callable that replaces a method of a module, for example `forward`, while it is attached.
+
+    Args:
+        module: the module.
+        name: the name of the method.
+
+    Attributes:
+        inner: the method that is replaced.
+        replaced: the same method if it was an attribute of this module, and not of its class;
+            otherwise None. `restore_methods` sets it again.
+    """
+
+    def __init__(self, module: nn.Module, name: str = "forward") -> None:
+        self.inner = getattr(module, name)
+        self.replaced = vars(module).get(name)
+
+
+def restore_methods(model: nn.Module) -> None:
+    """Give the modules of a model the methods that they had before `attach`."""
+    for module in model.modules():
+        for name in ("forward", "generate", "get_encoder", "get_decoder"):
+            method = vars(module).get(name)
+            if isinstance(method, Replaced):
+                delattr(module, name)
+                if method.replaced is not None:
+                    setattr(module, name, method.replaced)
 
 
 class Generate(Replaced):
@@ -351,3 +395,98 @@ def _is_fresh(state: Any) -> bool:
         if any(has_state.values()) if isinstance(has_state, dict) else has_state:
             return False
     return bool(layers)
+
+
+def rows_and_positions(stream: Tensor) -> tuple[int, int]:
+    """Return the numbers of rows and positions of a stream.
+
+    If rows and positions share an axis, as for images of different sizes, there is one row.
+    """
+    return (stream.shape[0], stream.shape[1]) if stream.ndim > 2 else (1, len(stream))
+
+
+def rows_first(point: HookPoint, stream: Tensor) -> Tensor:
+    """Return a stream with the axes of its point.
+
+    Some models have the axis of streams first, [stream, batch, pos, d_model]. Their points have the
+    attribute `streams_first`, and show [batch, pos, stream, d_model].
+    """
+    return stream.movedim(0, 2) if carried(point, "streams_first") else stream
+
+
+def fire(point: HookPoint, value: Tensor) -> Tensor:
+    """Pass a value through a point, and return the result in the layout of the value.
+
+    If rows and positions share an axis of the value, the point sees them as two axes. If the value
+    has the axis of streams first, the point sees it third. If a model is split over processes, the
+    point sees the heads and neurons of all processes.
+    """
+    if not is_listened_to(point):
+        return point(value) if value.ndim == len(point.axes) else value
+    if carried(point, "streams_first"):
+        shown = rows_first(point, value)
+        new = point(shown)
+        return value if new is shown else new.movedim(2, 0)
+    texts = texts_read.get()
+    apart = value
+    if value.ndim != len(point.axes):
+        are_joined = len(value) == math.prod(texts)
+        apart = value.view(*texts, *(value.shape[1:] if are_joined else (-1,)))
+    shards: Shards | None = carried(point, "shards")
+    whole = shards.joined(apart) if shards else apart
+    new = point(whole)
+    # A hook may have run a model, which changes this variable, so restore it.
+    texts_read.set(texts)
+    if new is whole:
+        return value
+    return (shards.part(new) if shards else new).view_as(value)
+
+
+# Wires are dataclasses and not functions, because `deepcopy` of a model must also copy the points
+# in its hooks. Otherwise the copy would use the points of the original.
+
+
+@dataclass(eq=False)
+class Output(Wire):
+    """Passes a module's output through a point.
+
+    Attributes:
+        point: the point.
+        factor: the factor by which the model multiplies the output.
+        is_overwritten: whether the model later writes into the output.
+    """
+
+    point: HookPoint
+    factor: float = 1.0
+    is_overwritten: bool = False
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return the output with the result of the point; None if it does not change."""
+        value = output if isinstance(output, Tensor) else next(tensors_in(output))
+        if self.factor == 1 and not self.is_overwritten:
+            new = fire(self.point, value)
+        elif not is_listened_to(self.point):
+            return None
+        else:
+            scaled = value * self.factor
+            new = fire(self.point, scaled)
+            new = value if new is scaled else new / self.factor
+        return None if new is value else with_first_tensor(output, new)
+
+
+@dataclass(eq=False)
+class Computed(Wire):
+    """Passes a value that is computed from a module's output through a point.
+
+    Without a hook at the point, the value is not computed. `passed` computes it.
+    """
+
+    point: HookPoint
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        """Return the output with the changes of the point; None if nothing changes."""
+        return self.passed(module, args, output) if is_listened_to(self.point) else None
+
+    def passed(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        """Return the output with the changes of the point, for a point with a hook."""
+        raise NotImplementedError

@@ -2,7 +2,7 @@
 
 1. The model gets its new forward. Each stack gets a `Wiring`: the points of the stack, and the
    hooks on the model's own modules.
-2. `Wiring.block` creates the points of one block. For each point, a hook (`wires`) is registered on
+2. `Wiring.block` creates the points of one block. For each point, a hook (a wire) is registered on
    the module whose input or output is the value. Attention and experts have their own kinds of
    points (`attention`, `experts`).
 3. `Wiring.embeddings` and `Wiring.final_norm` create the points before and after the blocks.
@@ -10,15 +10,18 @@
 5. If a plan splits heads or neurons over processes, points join the parts (`_join_shards`).
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hooks import HookedRunner, HookPoint, HookPoints, Point
-from hooks.base import Shards, hooks_last, is_whole, mesh_of
-from hooks.shared import Session
+from hooks.base import Shards, hooks_last, is_whole, mesh_of, tensors_in, with_first_tensor
+from hooks.shared import Session, Wire, is_listened_to
 from models.attached.attention import (
     AttentionPoints,
     CrossPoints,
@@ -35,7 +38,18 @@ from models.attached.experts import (
     GatedExpert,
     Routing,
 )
-from models.attached.forward import Forward, Generate, StackForward
+from models.attached.forward import (
+    Computed,
+    Forward,
+    Generate,
+    Output,
+    StackForward,
+    fire,
+    restore_methods,
+    rows_and_positions,
+    rows_first,
+    texts_read,
+)
 from models.attached.layout import BlockLayout
 from models.attached.original import (
     AttachError,
@@ -46,16 +60,6 @@ from models.attached.original import (
 from models.attached.parts import Summand, TracedNorm
 from models.attached.probe import ProbeRun
 from models.attached.stacks import OwnPart, Stack, Tower, entries_of_towers
-from models.attached.wires import (
-    BlockInput,
-    Input,
-    Merged,
-    Output,
-    PositionsWire,
-    Projected,
-    Scale,
-    restore_methods,
-)
 
 STREAM, HIDDEN = "batch pos d_model", "batch pos d_mlp"
 STREAMS = "batch pos stream d_model"
@@ -422,6 +426,112 @@ class Wiring:
         norm = self.stack.final_norm
         if norm is not None:
             self.owner.ln_final = self._around(HookPoints(norm.module), norm)
+
+
+@dataclass(eq=False)
+class Input(Wire):
+    """Passes the input of a module through a point.
+
+    Attributes:
+        point: the point.
+        is_shared: whether other modules read the same tensor later, and must see an edit too.
+    """
+
+    point: HookPoint
+    is_shared: bool = False
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the arguments with the result of the point.
+
+        The result is None if the arguments stay the same objects. A shared tensor gets the result
+        in place.
+        """
+        value = next(tensors_in((args, kwargs)))
+        if not self.is_shared:
+            new = fire(self.point, value)
+            return None if new is value else with_first_tensor((args, kwargs), new)
+        if is_listened_to(self.point):
+            # Give hooks a copy. A hook may store the tensor, and the model may later write into the
+            # original.
+            shown = value.clone()
+            new = fire(self.point, shown)
+            if new is not shown:
+                value.copy_(new)
+        return None
+
+
+@dataclass(eq=False)
+class BlockInput(Input):
+    """Passes the stream that enters a block through a point."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the arguments with the result of the point; None if they do not change."""
+        if not torch.compiler.is_compiling():
+            stream = rows_first(self.point, next(tensors_in((args, kwargs))))
+            if stream.ndim > 2 or len(stream) != math.prod(texts_read.get()):
+                texts_read.set(rows_and_positions(stream))
+        return super().__call__(module, args, kwargs)
+
+
+@dataclass(eq=False)
+class Merged(Wire):
+    """Passes the argument `inputs_embeds` of a module through a point."""
+
+    point: HookPoint
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the arguments with the result of the point; None if they do not change."""
+        value = kwargs.get("inputs_embeds")
+        new = value if value is None else fire(self.point, value)
+        return None if new is value else (args, {**kwargs, "inputs_embeds": new})
+
+
+@dataclass(eq=False)
+class Projected(Output):
+    """Passes the features of a tower through a point. They are inserted into the stream of a text.
+
+    Their rows and positions are not the text's, so they are read from the features.
+    """
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return the output with the result of the point; None if it does not change."""
+        token = texts_read.set(rows_and_positions(next(tensors_in(output))))
+        try:
+            return super().__call__(module, args, output)
+        finally:
+            texts_read.reset(token)
+
+
+@dataclass(eq=False)
+class Scale(Wire):
+    """Passes the scale by which a norm divides through a point.
+
+    An edit rescales the norm's output.
+    """
+
+    point: HookPoint
+    norm: TracedNorm
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Any:
+        """Return the output, rescaled if the point changes the scale; None if it does not."""
+        if not is_listened_to(self.point):
+            return None
+        scale = self.norm.scale(next(tensors_in((args, kwargs))))
+        new = fire(self.point, scale)
+        return None if new is scale else self.norm.rescaled(output, scale, new)
+
+
+@dataclass(eq=False)
+class PositionsWire(Computed):
+    """Passes position vectors through a point, with a row for each text.
+
+    In the model, all texts may share one row.
+    """
+
+    def passed(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        """Return the result of the point."""
+        vectors = output.view(-1, *output.shape[-2:]).expand(*texts_read.get(), -1)
+        return fire(self.point, vectors)
 
 
 def _keep_outputs_last(module: nn.Module) -> None:

@@ -26,7 +26,15 @@ from torch import Tensor, nn
 
 from hooks.base import is_same, tensors_in, without_gradients
 from hooks.shared import OptionalPoints, Session
-from models.attached.layout import BlockLayout, Roles, candidates_of, layout_of
+from models.attached.forward import Replaced
+from models.attached.layout import (
+    BlockLayout,
+    Roles,
+    axis_of_streams,
+    candidates_of,
+    layout_of,
+    layout_of_streams,
+)
 from models.attached.original import (
     ADVICE,
     SHAPE,
@@ -48,8 +56,6 @@ from models.attached.parts import (
     unembed_of,
 )
 from models.attached.probe import Call, ProbeRun
-from models.attached.streams import axis_of_streams, layout_of_streams
-from models.attached.wires import Replaced
 from models.mode import mode
 
 

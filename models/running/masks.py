@@ -1,7 +1,7 @@
 """Masks of attention patterns in the plain model: padding, later keys and keys outside a window.
 
 A mask is True at the keys that a query sees. All other keys get the weight 0 in the pattern. In an
-attached model, `transformers` makes the masks; see `models.attached.pattern`.
+attached model, `transformers` makes the masks; see `models.attached.padding`.
 
 A mask for many queries is not stored as a tensor. It is a `Rule`, from which each layer computes
 the mask of one block of queries after the other. Masks that callers pass are checked (`as_real`,
