@@ -28,6 +28,7 @@
 6. `about` contains all other facts, as JSON types.
 
 The JSON is strict. NaN and infinity are null: the number is unknown, or the interval has no bound.
+Effects at padding are null too.
 Weights, activations and other large tensors are left out: `save` writes them to other files.
 `SCHEMA` is this form as JSON Schema.
 """

@@ -222,6 +222,53 @@ def test_a_batch_of_unequal_texts_gives_what_each_gives_alone(name, kind, side):
     assert found.abs().max() > 0
 
 
+LONG_ANSWERS = [
+    (torch.tensor(right), torch.tensor(wrong))
+    for right, wrong in (([3, 5], [7]), ([2], [9, 1, 4]), ([8, 6], [5, 3]))
+]
+
+
+@pytest.mark.parametrize("answers", [ANSWERS, LONG_ANSWERS], ids=["one token", "several tokens"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (interp.activation_patching, {"over": ("layer", "pos")}),
+        (interp.activation_patching, {"site": "pattern", "over": ("query", "key"), "layers": 1}),
+        (interp.attribution_patching, {"site": "z", "over": ("pos", "head"), "layers": 1}),
+        (interp.edge_attribution, {"over": "pos"}),
+    ],
+    ids=["patching", "pattern", "attribution", "edges"],
+)
+def test_means_over_texts_leave_out_padded_positions(function, options, side, answers):
+    model = model_of("learned")
+    batch = (model.to_tokens(rows, side=side) for rows in (ROWS, OTHERS))
+    found = function(model, Pairs(*batch, answers), **options)
+    columns = max(map(len, ROWS))
+    sizes = [
+        columns if axis in ("pos", "query", "key") else size
+        for axis, size in zip(found.axes[:-1], found.shape, strict=False)
+    ]
+    total, count = torch.zeros(sizes, dtype=found.values.dtype), torch.zeros(sizes)
+    for n, (row, other) in enumerate(zip(ROWS, OTHERS, strict=True)):
+        pairs = Pairs(model.to_tokens(row), model.to_tokens(other), answers[n : n + 1])
+        alone = function(model, pairs, **options)
+        first = columns - len(row) if side == "left" else 0
+        at = tuple(
+            slice(first, first + len(row)) if axis in ("pos", "query", "key") else slice(None)
+            for axis in found.axes[:-1]
+        )
+        assert alone.exists is None
+        total[at] += alone.values[..., 0]
+        count[at] += 1
+    torch.testing.assert_close(found.mean(), total / count, rtol=1e-6, atol=1e-9, equal_nan=True)
+    torch.testing.assert_close(found.values.sum(-1), total, rtol=1e-6, atol=1e-9)
+    # The interval of a position that only one text has is unknown.
+    few = count < 3
+    assert found.interval().low[few].isnan().all()
+    assert found.interval().low[~few].isfinite().all()
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_readings_are_nan_at_padding(side):
     model = model_of("learned")

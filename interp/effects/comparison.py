@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -154,8 +154,9 @@ def compare_effects(exact: Result, estimate: Result) -> Comparison:
     is_signed = estimate.about.get("signed", True)
     if not is_signed:
         exact = dataclasses.replace(exact, values=exact.values.abs())
-    exact_means = exact.mean().flatten().double()
-    estimates = estimate.mean().flatten().double()
+    kept = exact.existing(range(exact.values[..., 0].numel()))
+    exact_means = exact.mean().flatten()[kept].double()
+    estimates = estimate.mean().flatten()[kept].double()
     if n_infinite := int((~(exact_means - estimates).isfinite()).sum()):
         raise ValueError(
             f"effects must be finite; got infinity or NaN at {n_infinite} of {len(exact_means)} "
@@ -171,22 +172,27 @@ def compare_effects(exact: Result, estimate: Result) -> Comparison:
         estimate=estimates,
         rank_correlation=math.nan if is_single else torch.corrcoef(both_ranks)[0, 1].item(),
         sign_agreement=have_same_sign.mean().item() if is_signed else math.nan,
-        misses=_misses(exact, exact_means, estimates),
+        misses=_misses(exact, kept, exact_means, estimates),
         unit=exact.unit,
     )
 
 
 def _misses(
-    exact: Result, exact_means: Float[Tensor, " place"], estimates: Float[Tensor, " place"]
+    exact: Result,
+    kept: Sequence[int],
+    exact_means: Float[Tensor, " place"],
+    estimates: Float[Tensor, " place"],
 ) -> tuple[Miss, ...]:
     """Return the places where two effects differ most, the largest difference first.
 
     Args:
-        exact: the result with the labels of the places.
-        exact_means, estimates: the mean effects.
+        exact: the result with the labels of all places.
+        kept: the numbers of the places that are compared.
+        exact_means, estimates: the mean effects of these places.
     """
     axes = exact.axes[:-1]
-    places = list(itertools.product(*(exact.labels[axis] for axis in axes)))
+    all_places = list(itertools.product(*(exact.labels[axis] for axis in axes)))
+    places = [all_places[place] for place in kept]
     differences = (estimates - exact_means).abs()
     misses = []
     for n in differences.argsort(descending=True, stable=True)[:_MISSES].tolist():

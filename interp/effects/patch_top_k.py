@@ -130,7 +130,7 @@ def patch_top_k(
     direction = estimate.about["direction"]
     runs = Runs(model, pairs, direction=direction)
     sites = Sites(runs, choice)
-    estimated_sizes = estimate.mean().flatten().abs()
+    estimated_sizes = estimate.mean().flatten().abs().nan_to_num(nan=-1.0)
     n_places = len(estimated_sizes)
     require_integer("k", k, most=n_places - 1)
     require_integer("budget", budget, k + 3)
@@ -165,7 +165,8 @@ def _verified(
         k: the number of places of the top.
         n_outside: the number of places outside the top.
     """
-    sizes = exact.values.mean(-1).abs().tolist()
+    exact = replace(exact, exists=_listed(estimate, patched).exists)
+    sizes = exact.mean().abs().nan_to_num(nan=-1.0).tolist()
     # Sort the top and the sample separately, the largest effect first.
     ranked = sorted(range(len(patched)), key=lambda n: (n >= k, -sizes[n]))
     estimates = _listed(estimate, [patched[n] for n in ranked])
@@ -231,9 +232,13 @@ def _listed(result: Result, indices: Sequence[int]) -> Result:
         result: the result.
         indices: the numbers of the places, counted over all axes.
     """
+    exists = result.exists
+    if exists is not None:
+        exists = exists.expand(result.shape).flatten(0, -2)[indices]
     return replace(
         result,
         values=result.values.flatten(0, -2)[indices],
+        exists=exists,
         axes=("place", "example"),
         labels={"place": [place.name for place in result.places(indices)]},
         words={},

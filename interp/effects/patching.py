@@ -66,8 +66,8 @@ def activation_patching(
             otherwise `pos`. Without `layer`, each patch changes all layers at once: `over="head"`
             patches head 3 of every layer together, and the result prints "head 3 of all 4 layers".
             Most people need `over=["layer", "head"]`. Positions are columns. The effect of a text
-            is 0 where its column is padding, and means over examples contain these zeros. For texts
-            of unequal length, `span` compares positions with the same meaning.
+            is 0 where its column is padding, and means over examples leave it out; see `exists` of
+            `Result`. For texts of unequal length, `span` compares positions with the same meaning.
         direction: `denoising` edits the corrupted run, `noising` edits the clean run. It is not
             used with `edit`.
         edit: an edit, such as `edits.mean(cache)`, that is made at each place of the clean run

@@ -130,7 +130,7 @@ def _joined_results(
         if any(getattr(result, name) != getattr(first, name) for result in results):
             raise ValueError(f"all parts must have the same {name}; got different {name}")
     labels = _labels(results)
-    values = torch.cat([_at_labels(result, labels) for result in results], -1)
+    values = torch.cat([_at_labels(result.values, result, labels) for result in results], -1)
     groups_of_all = _groups(outcomes, values)
     return replace(
         first,
@@ -141,7 +141,25 @@ def _joined_results(
         about=_facts(results, parts, whole),
         words=_words(results, labels, whole),
         groups=groups_of_all,
+        exists=_exists(results, labels),
     )
+
+
+def _exists(results: Sequence[Result], labels: Mapping[str, Sequence[Any]]) -> Tensor | None:
+    """Return whether the values of all parts exist; None if all exist.
+
+    Positions that are missing in a part do not exist in its examples.
+    """
+    masks = []
+    for result in results:
+        sizes = []
+        for axis, size in zip(result.axes, result.shape, strict=True):
+            sizes.append(size if axis in (*_POSITIONS, "example") else 1)
+        exists = torch.ones(sizes, dtype=torch.bool)
+        if result.exists is not None:
+            exists = exists & result.exists
+        masks.append(_at_labels(exists, result, labels))
+    return torch.cat(masks, -1)
 
 
 def _labels(results: Sequence[Result]) -> dict[str, Sequence[Any]]:
@@ -168,16 +186,21 @@ def _labels(results: Sequence[Result]) -> dict[str, Sequence[Any]]:
     return labels
 
 
-def _at_labels(result: Result, labels: Mapping[str, Sequence[Any]]) -> Tensor:
-    """Return the values at all labels, with 0 at positions that are missing in this part."""
-    values = result.values
+def _at_labels(table: Tensor, result: Result, labels: Mapping[str, Sequence[Any]]) -> Tensor:
+    """Return a table at all labels, with 0 or False at positions that are missing in this part.
+
+    Args:
+        table: the table, with the axes of the result.
+        result: the result of this part.
+        labels: the labels of all parts.
+    """
     for dim, (axis, names) in enumerate(labels.items()):
         if result.labels[axis] != tuple(names):
-            shape = [*values.shape]
+            shape = [*table.shape]
             shape[dim] = len(names)
             index = torch.tensor([names.index(label) for label in result.labels[axis]])
-            values = values.new_zeros(shape).index_copy_(dim, index, values)
-    return values
+            table = table.new_zeros(shape).index_copy_(dim, index, table)
+    return table
 
 
 def _cat(metrics: Sequence[Tensor | None]) -> Tensor | None:
@@ -305,6 +328,7 @@ def _result_on_cpu(result: Result) -> Result:
         values=result.values.detach().cpu(),
         base=None if result.base is None else result.base.detach().cpu(),
         target=None if result.target is None else result.target.detach().cpu(),
+        exists=None if result.exists is None else result.exists.cpu(),
     )
 
 

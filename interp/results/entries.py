@@ -31,6 +31,8 @@ class Entry(NamedTuple):
             if each layer was changed alone.
         is_rounding: whether the effect on every example is at most the rounding of the metric. The
             effect is then printed as 0.
+        examples: the number of examples that have the place, such as `1 of 2 examples`; empty if
+            all examples have it.
     """
 
     where: Mapping[str, Any]
@@ -40,6 +42,7 @@ class Entry(NamedTuple):
     words: Mapping[str, str] = {}
     together: str = ""
     is_rounding: bool = False
+    examples: str = ""
 
     @property
     def name(self) -> str:
@@ -64,10 +67,12 @@ class Entries(tuple[Entry, ...]):
         width = max((len(entry.name) for entry in self), default=0)
         lines = []
         for entry in self:
+            line = f"{entry.name:<{width}}  "
             if entry.is_rounding and entry.effect != 0:
-                lines.append(f"{entry.name:<{width}}  0 up to rounding")
-                continue
-            line = f"{entry.name:<{width}}  {entry.effect:+.4g}"
-            interval = interval_text(entry.low, entry.high)
-            lines.append(f"{line} {interval}" if interval else line)
+                line += "0 up to rounding"
+            else:
+                line += f"{entry.effect:+.4g}"
+                interval = interval_text(entry.low, entry.high)
+                line += f" {interval}" if interval else ""
+            lines.append(f"{line} ({entry.examples})" if entry.examples else line)
         return "\n".join(lines)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from hooks.base import (
@@ -47,6 +47,10 @@ _FORMAT = "hookscope-result-2"
 _TUPLES = ("axes", "bounds", "counts", "groups")
 _LARGEST_SHARE = 10
 
+# `help` prints these names instead of the types.
+LabelsByAxis = Mapping[str, Sequence[Any]]
+MaskOfValues = Bool[Tensor, "*#axes #example"]
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Result(plots.Shown):
@@ -71,10 +75,14 @@ class Result(plots.Shown):
         counts: for AUROCs of folds, the mean number of different texts of each kind in a fold.
         groups: the number of each example's text. Examples of one text share a number, and
             intervals count them once. None if all examples have different texts.
+        exists: True at the values that exist, with the axes of `values`. An axis has the size 1 if
+            its indices do not differ. For example, texts of unequal lengths do not have all
+            positions: the values at padding are 0, and means, intervals, `top` and tables of places
+            leave them out. None if all values exist.
 
     Raises:
-        ValueError: if axes, labels, base, target or groups do not fit the values, or there are no
-            values.
+        ValueError: if axes, labels, base, target, groups or exists do not fit the values, or there
+            are no values.
 
     >>> values = torch.tensor([[1.0, 3.0, 2.5, 1.5], [0.0, -0.5, 0.0, -0.5]])  # [layer, example]
     >>> base, target = torch.tensor([-1.0, -2.0, -1.0, -2.0]), torch.tensor([3.0, 2.0, 2.0, 3.0])
@@ -86,13 +94,20 @@ class Result(plots.Shown):
       base -1.5, target +2.5
       layer 4  +2  [+0.5474, +3.453]
       layer 5  -0.25  [-0.7093, +0.2093]
+
+    The second of two texts has only one position:
+
+    >>> exists = torch.tensor([[True, True], [True, False]])
+    >>> Result(torch.tensor([[2.0, 4.0], [1.0, 0.0]]), ("pos", "example"), exists=exists).top()
+    pos 0  +3
+    pos 1  +1 (1 of 2 examples)
     """
 
     values: Float[Tensor, "*axes example"]
     axes: tuple[str, ...]
     base: Float[Tensor, " example"] | None = None
     target: Float[Tensor, " example"] | None = None
-    labels: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    labels: "LabelsByAxis" = field(default_factory=dict)
     unit: str = ""
     about: Mapping[str, Any] = field(default_factory=dict)
     is_ratio: bool = False
@@ -100,12 +115,15 @@ class Result(plots.Shown):
     bounds: tuple[float, float] | None = None
     counts: tuple[float, float] | None = None
     groups: tuple[int, ...] | None = None
+    exists: "MaskOfValues | None" = None
 
     is_plot = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", tuple(self.axes))
         _check(self)
+        if self.exists is not None and self.exists.all():
+            object.__setattr__(self, "exists", None)
         sizes = zip(self.axes, self.values.shape, strict=True)
         labels = {axis: tuple(self.labels.get(axis, range(size))) for axis, size in sizes}
         object.__setattr__(self, "labels", labels)
@@ -131,10 +149,43 @@ class Result(plots.Shown):
     def mean(self) -> Float[Tensor, "*axes"]:
         """Return the mean effect over examples, in `unit`.
 
+        The mean of a place is over the examples in which the place exists. It is NaN if the place
+        exists in no example.
+
         >>> Result(torch.tensor([[1.0, 3.0], [0.0, -1.0]]), ("layer", "example")).mean()
         tensor([ 2.0000, -0.5000])
         """
-        return self.values.mean(-1)
+        if self.exists is None:
+            return self.values.mean(-1)
+        exists = self.exists
+        count = exists.expand(self.values.shape).sum(-1)
+        mean = self.values.where(exists, 0).sum(-1) / count
+        if not self.is_ratio:
+            return mean
+        # A share is a mean divided by the mean of target - base over the same examples.
+        base, target = self._runs()
+        gaps = (target - base).expand(self.values.shape)
+        return mean / (gaps.where(exists, 0).sum(-1) / count)
+
+    def _rows(self) -> tuple[Float[Tensor, "place example"], Bool[Tensor, "place example"] | None]:
+        """Return the values of each place, and whether they exist; None if all exist."""
+        n_examples = self.values.shape[-1]
+        exists = self.exists
+        if exists is not None:
+            exists = exists.expand(self.values.shape).reshape(-1, n_examples)
+        return self.values.reshape(-1, n_examples), exists
+
+    def existing(self, order: Sequence[int]) -> list[int]:
+        """Return the places of a list that exist in an example, in the same order.
+
+        Args:
+            order: the numbers of the places, counted over all axes except `example`.
+        """
+        exists = self._rows()[1]
+        if exists is None:
+            return [*order]
+        is_existing = exists.any(-1).tolist()
+        return [place for place in order if is_existing[place]]
 
     @explains_calls
     def interval(self, confidence: float = 0.95) -> Interval:
@@ -157,20 +208,60 @@ class Result(plots.Shown):
         Raises:
             ValueError: if confidence is not between 0 and 1.
         """
-        ends = self._interval(self.values.reshape(-1, self.values.shape[-1]), confidence)
+        ends = self._interval(*self._rows(), confidence)
         return Interval(*(end.to(self.values).view(self.values.shape[:-1]) for end in ends))
 
-    def _interval(self, rows: Float[Tensor, "place example"], confidence: float = 0.95) -> Interval:
-        """Return the interval of the mean of each row, of the kind that fits this result."""
+    def _interval(
+        self,
+        rows: Float[Tensor, "place example"],
+        exists: Bool[Tensor, "place example"] | None,
+        confidence: float = 0.95,
+    ) -> Interval:
+        """Return the interval of the mean of each row, of the kind that fits this result.
+
+        Args:
+            rows: the values of some places.
+            exists: True at the values that exist; None if all exist.
+            confidence: see `interval`.
+        """
+        if exists is None:
+            return self._interval_of(rows, slice(None), confidence)
+        ends = torch.full((2, len(rows)), math.nan, dtype=torch.float64)
+        # Places that exist in the same examples are computed together.
+        patterns, pattern_of_row = exists.cpu().unique(dim=0, return_inverse=True)
+        for number, pattern in enumerate(patterns):
+            examples = pattern.nonzero().flatten().tolist()
+            if examples:
+                places = (pattern_of_row == number).nonzero().flatten()
+                part = rows[places.to(rows.device)][:, examples]
+                ends[:, places] = torch.stack(self._interval_of(part, examples, confidence))
+        return Interval(*ends)
+
+    def _interval_of(
+        self,
+        rows: Float[Tensor, "place _n"],
+        examples: "slice | list[int]",
+        confidence: float,
+    ) -> Interval:
+        """Return the interval of the mean of each row over some examples.
+
+        Args:
+            rows: the values of these examples at some places.
+            examples: the examples.
+            confidence: see `interval`.
+        """
+        groups = self.groups
+        if groups is not None and not isinstance(examples, slice):
+            groups = tuple(groups[example] for example in examples)
         gap = None
         if self.counts is not None:
             return auroc_interval(rows, self.counts, confidence)
         if self.bounds is not None:
-            return share_interval(rows, self.bounds, confidence=confidence, groups=self.groups)
+            return share_interval(rows, self.bounds, confidence=confidence, groups=groups)
         if self.is_ratio:
             base, target = self._runs()
-            gap = target - base
-        return interval(rows, gap=gap, confidence=confidence, groups=self.groups)
+            gap = (target - base)[examples]
+        return interval(rows, gap=gap, confidence=confidence, groups=groups)
 
     def _runs(self) -> tuple[Float[Tensor, " example"], Float[Tensor, " example"]]:
         """Return the base and the target, or raise an error if one of them is missing."""
@@ -248,22 +339,30 @@ class Result(plots.Shown):
         part = self._at(axis, indices)
         if is_list or axis == "example" or self._is_pattern(axis, selected):
             return part
-        values = part.values.squeeze(self.axes.index(axis))
-        return part._without(axis, values, about={**self.about, axis: part.labels[axis][0]})
+        dim = self.axes.index(axis)
+        exists = None if part.exists is None else part.exists.squeeze(dim)
+        about = {**self.about, axis: part.labels[axis][0]}
+        return part._without(axis, part.values.squeeze(dim), exists=exists, about=about)
 
     def _at(self, axis: str, indices: Sequence[int]) -> "Result":
         """Return the part at some indices of an axis, and keep the axis."""
         indices = [*indices]
-        values = self.values[(slice(None),) * self.axes.index(axis) + (indices,)]
+        dim = self.axes.index(axis)
+        at = (slice(None),) * dim + (indices,)
+        values = self.values[at]
+        exists = self.exists
+        if exists is not None and exists.shape[dim] > 1:
+            exists = exists[at]
         labels = {**self.labels, axis: [self.labels[axis][index] for index in indices]}
         words = {**self.words}
         if axis in words:
             words[axis] = [words[axis][index] for index in indices]
         if axis != "example":
-            return replace(self, values=values, labels=labels, words=words)
+            return replace(self, values=values, exists=exists, labels=labels, words=words)
         part = replace(
             self,
             values=values,
+            exists=exists,
             labels=labels,
             base=None if self.base is None else self.base[indices],
             target=None if self.target is None else self.target[indices],
@@ -272,12 +371,14 @@ class Result(plots.Shown):
         # Divide again, because the mean of target - base is now over fewer examples.
         return part.normalized() if self.is_ratio else part
 
-    def _without(self, axis: str, values: Tensor, **changes: Any) -> "Result":
+    def _without(
+        self, axis: str, values: Tensor, exists: Tensor | None, **changes: Any
+    ) -> "Result":
         """Return a result without one axis.
 
         Args:
             axis: the axis.
-            values: the values without this axis.
+            values, exists: the values without this axis, and whether they exist.
             changes: other changed attributes.
         """
         labels = {**self.labels}
@@ -285,7 +386,13 @@ class Result(plots.Shown):
         del labels[axis]
         words.pop(axis, None)
         return replace(
-            self, values=values, axes=tuple(labels), labels=labels, words=words, **changes
+            self,
+            values=values,
+            exists=exists,
+            axes=tuple(labels),
+            labels=labels,
+            words=words,
+            **changes,
         )
 
     def _is_pattern(self, axis: str, label: Any) -> bool:
@@ -365,8 +472,12 @@ class Result(plots.Shown):
         index = torch.tensor(indices, device=self.values.device)
         dim = self.axes.index(axis)
         values = self.values.movedim(dim, 0)[index]  # [layer, part, *other axes]
-        exists = index.view(*index.shape, *[1] * (values.ndim - 2)) >= 0
-        values = values.where(exists, torch.nan)
+        is_node = index.view(*index.shape, *[1] * (values.ndim - 2)) >= 0
+        values = values.where(is_node, torch.nan)
+        exists = self.exists
+        if exists is not None:
+            # No axis of nodes has padding, so the two new axes have the size 1.
+            exists = exists.unsqueeze(dim)
         labels = {**self.labels, "layer": layers, part_axis: parts}
         words = {**self.words}
         labels.pop(axis, None)
@@ -374,6 +485,7 @@ class Result(plots.Shown):
         return replace(
             self,
             values=values.movedim((0, 1), (dim, dim + 1)),
+            exists=exists,
             axes=(*self.axes[:dim], "layer", part_axis, *self.axes[dim + 1 :]),
             labels=labels,
             words=words,
@@ -409,6 +521,8 @@ class Result(plots.Shown):
     def sum(self, axis: str) -> "Result":
         """Return the effects added up along an axis, for example over all heads.
 
+        Values that do not exist, such as effects at padding, add 0.
+
         Args:
             axis: the axis, which the returned result does not have.
 
@@ -424,8 +538,9 @@ class Result(plots.Shown):
             raise unknown_name(axis, self.axes, "axis of this result")
         if axis == "example":
             raise ValueError("axis must not be 'example': use mean() for the mean over examples")
-        values = self.values.sum(self.axes.index(axis))
-        return self._without(axis, values, bounds=None, counts=None)
+        dim = self.axes.index(axis)
+        exists = None if self.exists is None else self.exists.any(dim)
+        return self._without(axis, self.values.sum(dim), exists=exists, bounds=None, counts=None)
 
     def __sub__(self, other: "Result") -> "Result":
         """Return the difference between the effects of two results, for each example.
@@ -460,11 +575,14 @@ class Result(plots.Shown):
             bounds=bounds,
             counts=None,
             groups=other.groups if self.groups is None else self.groups,
+            exists=_both(self.exists, other.exists),
         )
 
     @explains_calls
     def top(self, k: int = 10) -> Entries:
         """Return the `k` places with the largest absolute mean effects, with their 95% intervals.
+
+        Places that exist in no example are left out.
 
         Args:
             k: the number of places. Default: 10.
@@ -480,7 +598,8 @@ class Result(plots.Shown):
         """
         require_integer("k", k)
         size = self.mean().flatten().abs().nan_to_num(nan=-1.0)
-        return self.places(size.argsort(descending=True, stable=True)[:k].tolist())
+        order = size.argsort(descending=True, stable=True).tolist()
+        return self.places(self.existing(order)[:k])
 
     def places(self, indices: Sequence[int]) -> Entries:
         """Return the entries of some places.
@@ -488,8 +607,15 @@ class Result(plots.Shown):
         Args:
             indices: the numbers of the places, counted over all axes except `example`.
         """
-        rows = self.values.reshape(-1, self.values.shape[-1])[indices]
-        low, high = self._interval(rows)
+        rows, exists = self._rows()
+        examples = [""] * len(rows)
+        if exists is not None:
+            n_examples = rows.shape[-1]
+            for place, count in enumerate(exists.sum(-1).tolist()):
+                if count < n_examples:
+                    examples[place] = f"{count} of {n_examples} examples"
+        rows = rows[indices]
+        low, high = self._interval(rows, None if exists is None else exists[indices])
         means = self.mean().flatten()[indices]
         numbers = zip(means.tolist(), low.tolist(), high.tolist(), strict=True)
         are_small = self._are_rounding(rows)
@@ -507,6 +633,7 @@ class Result(plots.Shown):
                 },
                 together=self.about.get("together", ""),
                 is_rounding=is_small,
+                examples=examples[place],
             )
             places.append(entry)
         return Entries(places)
@@ -540,7 +667,7 @@ class Result(plots.Shown):
         return effects(self, facet)
 
     def to_dataframe(self) -> Any:
-        """Return a pandas table with a row for each place.
+        """Return a pandas table with a row for each place that exists in an example.
 
         The columns are the labels and words of each axis, `effect` (the mean), and `low` and `high`
         (the 95% interval).
@@ -548,7 +675,7 @@ class Result(plots.Shown):
         import pandas
 
         rows = []
-        for place in self.places(range(self.values[..., 0].numel())):
+        for place in self.places(self.existing(range(self.values[..., 0].numel()))):
             words = {f"{axis}_word": word for axis, word in place.words.items()}
             numbers = {"effect": place.effect, "low": place.low, "high": place.high}
             rows.append({**place.where, **words, **numbers})
@@ -563,7 +690,10 @@ class Result(plots.Shown):
         axes = " ".join(self.axes[:-1])
         low, high = self.interval()
         of_places = {"mean": self.mean(), "low": low, "high": high}
-        tables = {name: Table(self.values, " ".join(self.axes), self.unit, self.labels)}
+        values = self.values
+        if self.exists is not None:
+            values = values.where(self.exists, torch.nan)
+        tables = {name: Table(values, " ".join(self.axes), self.unit, self.labels)}
         for part, values in of_places.items():
             tables[f"{name}.{part}"] = Table(values, axes, self.unit, self.labels)
         for part in ("base", "target"):
@@ -599,7 +729,7 @@ class Result(plots.Shown):
     def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the whole result as tensors and facts for a file; see `unpacked`."""
         tensors = {}
-        for name in ("values", "base", "target"):
+        for name in ("values", "base", "target", "exists"):
             if getattr(self, name) is not None:
                 tensors[name] = getattr(self, name).detach()
         names = ("axes", "labels", "unit", "about", "is_ratio", "words", *_TUPLES[1:])
@@ -745,6 +875,16 @@ def _check(result: Result) -> None:
             f"groups must contain one number for each example, {shape[-1]}; got "
             f"{len(result.groups)}"
         )
+    if result.exists is not None:
+        sizes_of_mask = [*result.exists.shape]
+        fits = len(sizes_of_mask) == len(shape) and all(
+            n in (1, size) for n, size in zip(sizes_of_mask, shape, strict=True)
+        )
+        if not fits:
+            raise ValueError(
+                f"exists must have the axes of values {list(shape)}, or the size 1 along an axis; "
+                f"got {sizes_of_mask}"
+            )
     sizes = dict(zip(axes, shape, strict=True))
     for axis, labels in [*result.labels.items(), *result.words.items()]:
         are_plain = all(isinstance(label, (str, int, float)) for label in labels)
@@ -777,6 +917,13 @@ def _same(ours: Tensor | None, theirs: Tensor | None) -> Tensor | None:
     if ours is None or theirs is None or not is_rounding(ours, theirs).all():
         return None
     return ours
+
+
+def _both(ours: MaskOfValues | None, theirs: MaskOfValues | None) -> MaskOfValues | None:
+    """Return whether the values exist in both of two results; None if all exist."""
+    if ours is None or theirs is None:
+        return theirs if ours is None else ours
+    return ours & theirs.to(ours.device)
 
 
 def _common(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:

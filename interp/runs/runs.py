@@ -4,11 +4,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner, Hooks
-from hooks.base import Text, Texts, require_choice, require_kind, to_device, without_gradients
+from hooks.base import (
+    TEXT_AXES,
+    Text,
+    Texts,
+    require_choice,
+    require_kind,
+    to_device,
+    without_gradients,
+)
 from interp.inputs.copies import digests, groups
 from interp.kinds import require_made
 from interp.measuring import Metric, measure, name_of, unit_of
@@ -223,8 +232,9 @@ class Runs:
             values: the effects of each row, with the axes of `labels`.
             labels: the labels by axis.
             base: the metric of each row in the unedited run.
-            has_words: whether positions are labelled with the words of the texts. False if the
-                positions are not positions of tokens, such as patches of an image.
+            has_words: whether positions are labelled with the words of the texts, and padding does
+                not exist. False if the positions are not positions of tokens, such as patches of an
+                image.
             about: more facts.
         """
         words = self._words(labels) if has_words else {}
@@ -246,7 +256,35 @@ class Runs:
             about=facts | about,
             words=words,
             groups=self.groups,
+            exists=self._exists(labels, base.device) if has_words else None,
         )
+
+    def _exists(
+        self, labels: Mapping[str, Sequence[Any]], device: torch.device
+    ) -> Bool[Tensor, "..."] | None:
+        """Return False where a position is padding in the prompt of an example.
+
+        The axes are the axes of a result. An axis without positions has the size 1.
+
+        Args:
+            labels: the labels of each axis. For an axis of positions, the labels are the positions.
+            device: the device of the result.
+
+        Returns:
+            The mask, or None without axes of positions, or without a mask of the prompts.
+        """
+        prompts = self._edited_text(self.pairs).of_logits
+        if prompts.attention_mask is None or labels.keys().isdisjoint(TEXT_AXES):
+            return None
+        real = to_device(prompts.real, device)
+        sizes = [*(1 for _ in labels), len(real)]
+        exists = real.new_ones(sizes)
+        for dim, (axis, columns) in enumerate(labels.items()):
+            if axis in TEXT_AXES:
+                shape = [*sizes]
+                shape[dim] = len(columns)
+                exists = exists & real[:, [*columns]].T.reshape(shape)
+        return exists
 
     def _words(self, labels: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
         """Return a list of words for each axis of positions among the axes of a result.
@@ -258,7 +296,7 @@ class Runs:
         Args:
             labels: the labels of each axis. For an axis of positions, the labels are the positions.
         """
-        axes = [axis for axis in ("pos", "query", "key") if axis in labels]
+        axes = [axis for axis in TEXT_AXES if axis in labels]
         if not axes:
             return {}
         has_other = self.direction is not None and self.pairs.corrupted is not None

@@ -95,6 +95,17 @@ def test_effects_that_are_not_finite_are_refused(number):
         compare_effects(result(wrong), result(wrong))
 
 
+def test_positions_that_no_text_has_are_not_compared():
+    exists = torch.tensor([[True, True], [True, False], [False, False]])
+    axes = ("pos", "example")
+    exact = Result(torch.tensor([[2.0, 4.0], [1.0, 0.0], [0.0, 0.0]]), axes, exists=exists)
+    estimate = Result(torch.tensor([[2.0, 2.0], [3.0, 0.0], [0.0, 0.0]]), axes, exists=exists)
+    found = compare_effects(exact, estimate)
+    assert found.exact.tolist() == [3.0, 1.0]
+    assert found.estimate.tolist() == [2.0, 3.0]
+    assert [miss.where["pos"] for miss in found.misses] == [1, 0]
+
+
 def test_the_figure_shows_each_place_and_names_the_worst():
     found = compare_effects(result(drawn(1)), result(drawn(2)))
     axes = found.plot().axes[0]

@@ -36,6 +36,7 @@ def bound(n, sampled, missed):
         ("mlp.post", ("neuron",), {"layers": [1], "neurons": 2, "direction": "noising"}, 3, 7),
         ("v", ("layer", "head"), {"mask": LEFT}, 1, 100),
         ("embed", ("pos",), {}, 2, 6),
+        ("resid_pre", ("layer", "pos"), {"mask": LEFT}, 7, 100),
     ],
 )
 def test_the_top_and_a_sample_are_patched_exactly(site, over, options, k, budget):
@@ -48,18 +49,21 @@ def test_the_top_and_a_sample_are_patched_exactly(site, over, options, k, budget
     names = [", ".join(f"{a} {n}" for a, n in zip(over, each, strict=True)) for each in labels]
     truth = dict(zip(names, exact.values.flatten(0, -2), strict=True))
     guesses = dict(zip(names, estimate.values.flatten(0, -2), strict=True))
+    estimates = dict(zip(names, estimate.mean().flatten().tolist(), strict=True))
+    means = dict(zip(names, exact.mean().flatten(), strict=True))
     top, outside = found.top.labels["place"], found.outside.labels["place"]
-    assert set(top) == set(sorted(names, key=lambda n: -guesses[n].mean().abs())[:k])
+    assert set(top) == set(sorted(names, key=lambda n: -abs(estimates[n]))[:k])
     assert len(outside) == min(budget - 2 - k, len(names) - k)
     assert not {*top} & {*outside}
     for part in (found.top, found.outside):
         close(part.values, torch.stack([truth[name] for name in part.labels["place"]]))
+        close(part.mean(), torch.stack([means[name] for name in part.labels["place"]]))
         sizes = part.mean().abs().tolist()
         assert sizes == sorted(sizes, reverse=True)
     close(found.estimate.values, torch.stack([guesses[name] for name in (*top, *outside)]))
     assert found.n_outside == len(names) - k
     least = found.top.mean().abs().min()
-    assert found.missed == sum(truth[name].mean().abs() > least for name in outside)
+    assert found.missed == sum(means[name].abs() > least for name in outside)
     assert found.missed_at_most == bound(found.n_outside, len(outside), found.missed)
     assert found.larger_at_most == bound(found.n_outside, len(outside), 0)
     close(found.top.base, exact.base)

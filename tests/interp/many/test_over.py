@@ -72,7 +72,8 @@ def require_equal(joined, whole):
     largest = whole.values.nan_to_num().abs().max().item()
     close = partial(torch.testing.assert_close, rtol=0, atol=1e-12 * largest, equal_nan=True)
     close(joined.values, whole.values)
-    for name in ("base", "target"):
+    close(joined.mean(), whole.mean())
+    for name in ("base", "target", "exists"):
         if getattr(whole, name) is None:
             assert getattr(joined, name) is None
         else:

@@ -482,6 +482,8 @@ def test_json_has_no_number_that_is_not_finite(tmp_path):
         (lambda r: {"labels": {"head": [(0, 1), (2, 3)]}}, r"numbers or text.*\(0, 1\)"),
         (lambda r: {"values": r.values[:, :0]}, r"one place.*\[3, 0, 13\]"),
         (lambda r: {"values": r.values[..., :0]}, r"example.*\[3, 2, 0\]"),
+        (lambda r: {"exists": r.values[:, :, :5] > 0}, r"exists.*\[3, 2, 13\].*\[3, 2, 5\]"),
+        (lambda r: {"exists": r.values[0] > 0}, r"exists.*\[3, 2, 13\].*\[2, 13\]"),
     ],
 )
 def test_parts_that_do_not_fit(result, change, match):
@@ -672,3 +674,117 @@ def test_the_plot_of_shares_says_whether_they_are_restored_or_lost():
 def test_a_result_prints_at_most_40_lines(result):
     long = replace(result, about={f"fact {n}": list(range(99)) for n in range(99)})
     assert len(repr(long).splitlines()) <= 40
+
+
+@pytest.fixture
+def unequal():
+    """Return effects [layer, pos, example] of four texts; the fourth text has only one position."""
+    values = torch.tensor(
+        [
+            [[1.0, 2.0, 3.0, 6.0], [3.0, 5.0, 7.0, 0.0]],
+            [[0.0, 0.0, 0.0, 8.0], [-1.0, 2.0, 8.0, 0.0]],
+        ]
+    )
+    exists = torch.tensor([[[True] * 4, [True, True, True, False]]])
+    base, target = torch.zeros(4), torch.tensor([2.0, 4.0, 6.0, 20.0])
+    return Result(values, ("layer", "pos", "example"), base, target, exists=exists)
+
+
+def test_means_and_intervals_are_over_the_texts_that_have_a_position(unequal, tmp_path):
+    # By hand: three texts have the second position. Its means are (3 + 5 + 7) / 3 and
+    # (-1 + 2 + 8) / 3.
+    expected = torch.tensor([[3.0, 5.0], [2.0, 3.0]])
+    torch.testing.assert_close(unequal.mean(), expected)
+    alone = Result(unequal.values[:, 1, :3], ("layer", "example"))
+    for end, end_alone in zip(unequal.interval(), alone.interval(), strict=True):
+        torch.testing.assert_close(end[:, 1], end_alone)
+    first = Result(unequal.values[:, 0], ("layer", "example")).interval()
+    torch.testing.assert_close(unequal.interval().low[:, 0], first.low)
+    assert [entry.effect for entry in unequal.top(4)] == [5.0, 3.0, 3.0, 2.0]
+    assert unequal.to_dataframe()["effect"].tolist() == [3.0, 5.0, 2.0, 3.0]
+    printed = repr(unequal.top(4)).splitlines()
+    assert ["3 of 4 examples" in line for line in printed] == [True, False, True, False]
+    effects = unequal.as_json()["tables"]
+    assert effects["effect"]["values"][0][1] == [3.0, 5.0, 7.0, None]
+    assert effects["effect.mean"]["values"][1] == [2.0, 3.0]
+    unequal.save(tmp_path / "effects")
+    loaded = Result.load(tmp_path / "effects")
+    assert torch.equal(loaded.exists, unequal.exists)
+    torch.testing.assert_close(loaded.mean(), expected)
+
+
+@pytest.mark.filterwarnings("ignore:the gap between the runs")
+def test_shares_at_a_position_are_of_the_texts_that_have_it(unequal):
+    # By hand: at the first position, the mean of target - base is 8; at the second, it is 4.
+    shares = unequal.normalized()
+    expected = torch.tensor([[3.0 / 8, 5.0 / 4], [2.0 / 8, 3.0 / 4]])
+    torch.testing.assert_close(shares.mean(), expected)
+    texts = unequal.select(example=[0, 1, 2]).normalized()
+    torch.testing.assert_close(shares.mean()[:, 1], texts.mean()[:, 1])
+    torch.testing.assert_close(shares.interval().low[:, 0], shares.select(pos=0).interval().low)
+    copies = replace(unequal, groups=(0, 1, 1, 2)).select(pos=1, layer=[0, 1])
+    alone = Result(unequal.values[:, 1, :3], ("layer", "example"), groups=(0, 1, 1))
+    torch.testing.assert_close(copies.interval().high, alone.interval().high, equal_nan=True)
+
+
+def test_the_interval_of_a_share_is_of_the_texts_that_have_the_position():
+    values, base = torch.rand(2, 7) + 1, torch.rand(7)
+    target = base + 2 + torch.rand(7)
+    exists = torch.ones(2, 7, dtype=torch.bool)
+    exists[1, [0, 4]] = False
+    shares = Result(values, ("pos", "example"), base, target, exists=exists).normalized()
+    some = exists[1]
+    alone = Result(values[1:, some], ("pos", "example"), base[some], target[some]).normalized()
+    for end, end_alone in zip(shares.interval(), alone.interval(), strict=True):
+        torch.testing.assert_close(end[1:], end_alone)
+
+
+def test_positions_that_no_text_has_are_left_out(unequal):
+    short = unequal.select(example=[3])
+    assert short.mean()[:, 1].isnan().all()
+    assert [entry.where for entry in short.top()] == [
+        {"layer": 1, "pos": 0},
+        {"layer": 0, "pos": 0},
+    ]
+    assert len(short.to_dataframe()) == 2
+    assert unequal.select(example=[0, 1]).exists is None
+    assert unequal.select(pos=0).exists is None
+    assert unequal.select(pos=1, layer=1).mean() == 3.0
+
+
+def test_a_sum_adds_nothing_at_missing_positions(unequal):
+    total = unequal.sum("pos")
+    assert total.exists is None
+    assert total.values.tolist() == [[4.0, 7.0, 10.0, 6.0], [-1.0, 2.0, 8.0, 8.0]]
+    assert unequal.sum("layer").mean().tolist() == [5.0, 8.0]
+
+
+def test_a_difference_exists_where_both_effects_exist(unequal):
+    whole = replace(unequal, values=unequal.values - 1, exists=None)
+    for difference in (unequal - whole, whole - unequal):
+        assert torch.equal(difference.exists, unequal.exists)
+    assert (unequal - whole).mean().tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    other = torch.tensor([[[False, True, True, True]], [[True] * 4]])
+    expected = [[[False, True, True, True], [False, True, True, False]]]
+    expected.append([[True] * 4, [True, True, True, False]])
+    difference = unequal - replace(unequal, exists=other)
+    assert difference.exists.tolist() == expected
+
+
+def test_nodes_keep_the_positions_that_exist():
+    nodes = [node_name(layer, "head", head) for layer in (0, 1) for head in (0, 1, 2)]
+    values = torch.arange(12.0).view(6, 2, 1).expand(6, 2, 5) * torch.ones(5)
+    exists = torch.ones(1, 2, 5, dtype=torch.bool)
+    exists[0, 1, 2:] = False
+    result = Result(
+        values, ("component", "pos", "example"), labels={"component": nodes}, exists=exists
+    )
+    assert result.by("head").mean().shape == (2, 3, 2)
+    assert result.by("head").exists.sum() == 5 + 2
+    moved = Result(
+        values.movedim(0, 1),
+        ("pos", "component", "example"),
+        labels={"component": nodes},
+        exists=exists.movedim(0, 1),
+    )
+    torch.testing.assert_close(moved.by("head").exists[:, 0, 0], exists[0])
