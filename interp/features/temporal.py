@@ -14,6 +14,7 @@ single rows.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,21 +38,33 @@ ValuesOfTexts = Float[Tensor, "batch pos d_in"]
 RealTokens = Bool[Tensor, "batch pos"] | None
 
 
+@dataclass(frozen=True, eq=False)
+class AffineMap:
+    """The weights of a linear map and its bias: `x @ W + b`.
+
+    Attributes:
+        W: the weights.
+        b: the bias.
+    """
+
+    W: Float[Tensor, "d_from d_to"]
+    b: Float[Tensor, " d_to"]
+
+
 class ContextAttention(nn.Module):
     """Attention from the code of each position to the codes of all earlier positions.
 
     Index t of the keys and values contains the code of position t - 1, and index 0 contains zeros.
 
     Args:
-        W_Q, W_K, W_V: the maps from codes to queries, keys and values of all heads,
+        queries, keys, values: the maps from codes to queries, keys and values of all heads,
             [feature, head · d]. Keys and values may have different sizes.
-        W_O: the map from the values of all heads to a code, [head · d, feature].
-        b_Q, b_K, b_V, b_O: the biases.
+        output: the map from the values of all heads to a code, [head · d, feature].
         n_heads: the number of heads.
 
-    >>> one, zero = torch.ones(1, 1), torch.zeros(1)
-    >>> weights = dict(W_Q=one, W_K=one, W_V=one, W_O=one, b_Q=zero, b_K=zero, b_V=zero, b_O=zero)
-    >>> ContextAttention(**weights, n_heads=1)(torch.tensor([[[0.0], [3.0], [5.0]]])).flatten()
+    >>> same = AffineMap(torch.ones(1, 1), torch.zeros(1))
+    >>> attention = ContextAttention(same, same, same, output=same, n_heads=1)
+    >>> attention(torch.tensor([[[0.0], [3.0], [5.0]]])).flatten()
     tensor([0.0000, 0.0000, 3.0000])
     """
 
@@ -66,25 +79,22 @@ class ContextAttention(nn.Module):
 
     def __init__(
         self,
-        W_Q: Float[Tensor, "feature d_query"],
-        W_K: Float[Tensor, "feature d_query"],
-        W_V: Float[Tensor, "feature d_value"],
-        W_O: Float[Tensor, "d_value feature"],
-        b_Q: Float[Tensor, " d_query"],
-        b_K: Float[Tensor, " d_query"],
-        b_V: Float[Tensor, " d_value"],
-        b_O: Float[Tensor, " feature"],
+        queries: AffineMap,
+        keys: AffineMap,
+        values: AffineMap,
+        output: AffineMap,
         n_heads: int,
     ) -> None:
         super().__init__()
-        if W_Q.shape[1] % n_heads or W_V.shape[1] % n_heads:
+        d_query, d_value = len(queries.b), len(values.b)
+        if d_query % n_heads or d_value % n_heads:
             raise ValueError(
                 f"n_heads must divide the sizes of queries and values; got {n_heads} for "
-                f"{W_Q.shape[1]} and {W_V.shape[1]}"
+                f"{d_query} and {d_value}"
             )
-        weights = {"W_Q": W_Q, "W_K": W_K, "W_V": W_V, "W_O": W_O}
-        for name, weight in (weights | {"b_Q": b_Q, "b_K": b_K, "b_V": b_V, "b_O": b_O}).items():
-            self.register_buffer(name, weight)
+        for letter, part in {"Q": queries, "K": keys, "V": values, "O": output}.items():
+            self.register_buffer(f"W_{letter}", part.W)
+            self.register_buffer(f"b_{letter}", part.b)
         self.n_heads = n_heads
 
     def extra_repr(self) -> str:
@@ -125,13 +135,13 @@ class TemporalDictionary(Dictionary):
             `Dictionary`.
 
     >>> eye, zero = torch.eye(2), torch.zeros(2)
-    >>> weights = dict(W_Q=eye, W_K=eye, W_V=eye, W_O=eye, b_Q=zero, b_K=zero, b_V=zero, b_O=zero)
+    >>> same = AffineMap(eye, zero)
     >>> dictionary = TemporalDictionary(
     ...     W_enc=eye,
     ...     W_dec=eye,
     ...     b_dec=zero,
     ...     activation=nn.ReLU(),
-    ...     attention=[ContextAttention(**weights, n_heads=1)],
+    ...     attention=[ContextAttention(same, same, same, output=same, n_heads=1)],
     ... )
     >>> x = torch.tensor([[[2.0, 0.0], [2.0, 3.0]]])
     >>> dictionary.encode(x).round(decimals=3)  # the second position repeats the 2

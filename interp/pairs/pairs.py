@@ -49,7 +49,7 @@ from interp.pairs.answers import (
     summed_by_example,
 )
 from interp.pairs.spans import Spans, aligned, aligned_words
-from interp.pairs.words import as_answers, read_answers
+from interp.pairs.words import answers_of_texts, as_answers, scoring_of
 from interp.plots import objects
 from interp.protocol import logits_of, runner_of
 
@@ -239,21 +239,23 @@ class Pairs(plots.Shown):
         """
         clean = text_for(model, self._clean)
         corrupted = None if self._corrupted is None else text_for(model, self._corrupted)
+        answers = self.answers
         if not self.is_read:
             clean, corrupted = aligned_words(
                 model, clean, corrupted, spans=self._spans, last_only=self.last_only
             )
-        read = read_answers(
+            if answers is not None:
+                answers = answers_of_texts(model, clean, answers)
+        scoring = scoring_of(
             model,
             clean,
             corrupted,
-            answers=self.answers,
+            answers=answers,
             metric=self._metric,
             pos=self.pos,
             per_token=self.per_token,
-            is_read=self.is_read,
         )
-        if self._has_both and isinstance(read.answers, Continuations):
+        if self._has_both and isinstance(answers, Continuations):
             raise ValueError(
                 "metric must be left out for answers of several tokens, whose metric is their "
                 f"log-probability; got {self._metric!r}"
@@ -261,10 +263,10 @@ class Pairs(plots.Shown):
         pairs = copy.copy(self)
         pairs._clean = clean
         pairs._corrupted = corrupted
-        pairs.answers = read.answers
-        pairs.continuations = read.continuations or self.continuations
-        pairs._metric = read.metric
-        pairs.pos = read.pos
+        pairs.answers = answers
+        pairs.continuations = scoring.continuations or self.continuations
+        pairs._metric = scoring.metric
+        pairs.pos = scoring.pos
         pairs.is_read = True
         pairs._write = self._write or writer_of(model)
         return pairs

@@ -1,12 +1,12 @@
 """Answers of pairs, and metrics with words: convert the words to tokens of a model.
 
-`read_answers` takes the answers and the metric as they were given, and works in these steps:
-
 1. Convert the answers to tokens (`answers_of_texts`). Each answer continues its text.
 2. Find the answers of several tokens, in the pairs or in the metric (`answers_of_metric`). Such
    answers replace the metric by the score of their rows; see `answers`.
 3. Otherwise, convert the words of the metric by the same rules (`metric_of_texts`), or find the
    position at which the model answers (`answer_positions`).
+
+`scoring_of` does steps 2 and 3.
 """
 
 import re
@@ -25,47 +25,41 @@ from interp.protocol import of
 
 
 @dataclass(frozen=True, eq=False)
-class ReadAnswers:
-    """The answers and the metric of pairs, as tokens of a model.
+class Scoring:
+    """The scored answers of pairs, or their metric, as tokens of a model.
 
     Attributes:
-        answers: the answers as a tensor [batch] or [batch, 2] or, if an answer is several tokens,
-            `Continuations`; None if the pairs have no answers.
         continuations: the answers of several tokens that are scored; None if there are none.
         metric: the metric; None if the answers define it.
         pos: the position of the answers; None for the last real token.
     """
 
-    answers: Tensor | Continuations | None
     continuations: Continuations | None
     metric: Metric | None
     pos: int | Int[Tensor, " batch"] | None
 
 
-def read_answers(
+def scoring_of(
     model: nn.Module,
     clean: Text,
     corrupted: Text | None,
     *,
-    answers: Any,
+    answers: Tensor | Continuations | None,
     metric: Metric | None,
     pos: int | Int[Tensor, " batch"] | None,
     per_token: bool,
-    is_read: bool,
-) -> ReadAnswers:
-    """Return the answers and the metric of pairs, as tokens of a model.
+) -> Scoring:
+    """Return the scored answers and the metric of pairs, as tokens of a model.
 
     Args:
         model: the model whose tokenizer converts strings.
         clean, corrupted: the texts of the pairs as tokens; None if there are no corrupted texts.
-        answers, metric, pos, per_token: see `Pairs`.
-        is_read: whether the answers are tokens that fit the texts. They are then not converted.
+        answers: the answers as tokens, from `answers_of_texts`; None if the pairs have no answers.
+        metric, pos, per_token: see `Pairs`.
 
     Raises:
         ValueError: see `Pairs.read_by`.
     """
-    if answers is not None and not is_read:
-        answers = answers_of_texts(model, clean, answers)
     continuations = answers_of_metric(model, clean, metric)
     if metric is None and isinstance(answers, Continuations):
         continuations = answers
@@ -77,7 +71,7 @@ def read_answers(
         metric = metric_of_texts(model, clean, metric)
     elif answers is not None and pos is None:
         pos = answer_positions(model, clean, corrupted)
-    return ReadAnswers(answers, continuations, metric, pos)
+    return Scoring(continuations, metric, pos)
 
 
 def answers_of_texts(model: nn.Module, text: Text, answers: Any) -> Tensor | Continuations:

@@ -16,6 +16,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,24 +133,9 @@ class AttentionPoints(HookPoints):
         cache, layer_cache, new = self.cached(key, query.shape[2])
         is_both = key is value
         query = fire(self.q, query.transpose(1, 2)).transpose(1, 2)
-        key = passed(
-            self.k,
-            key,
-            new=new,
-            cached=getattr(layer_cache, "keys", None),
-            cache=cache,
-            is_lent=self.is_lent,
-            is_both=is_both,
-        )
-        value = passed(
-            self.v,
-            value,
-            new=new,
-            cached=getattr(layer_cache, "values", None),
-            cache=cache,
-            is_lent=self.is_lent,
-            is_both=is_both,
-        )
+        through = partial(passed, new=new, cache=cache, is_lent=self.is_lent, is_both=is_both)
+        key = through(self.k, key, cached=getattr(layer_cache, "keys", None))
+        value = through(self.v, value, cached=getattr(layer_cache, "values", None))
         end = key.shape[2]
         if hasattr(self, "scores") and (
             is_listened_to(self.scores) or is_listened_to(self.pattern)

@@ -18,9 +18,10 @@ from interp.features.forms.common import (
     whole_of,
     yaml_of,
 )
-from interp.features.temporal import ContextAttention, TemporalDictionary
+from interp.features.temporal import AffineMap, ContextAttention, TemporalDictionary
 
-_MAPS = {"q_target": "Q", "k_ctx": "K", "v_ctx": "V", "c_proj": "O"}
+_MAPS = {"q_target": "queries", "k_ctx": "keys", "v_ctx": "values", "c_proj": "output"}
+"""The maps of `ContextAttention` by the names of the file."""
 
 
 def read(folder: Path) -> TemporalDictionary:
@@ -84,11 +85,10 @@ def built(
     n_heads = whole_of("n_heads", config.get("n_heads", 8))
     layers: list[ContextAttention] = []
     for layer in range(n_layers):
-        maps: Weights = {}
-        for name, letter in _MAPS.items():
+        maps: dict[str, AffineMap] = {}
+        for name, ours in _MAPS.items():
             prefix = f"attn_layers.{layer}.{name}"
-            maps[f"W_{letter}"] = weights[f"{prefix}.weight"].T
-            maps[f"b_{letter}"] = weights[f"{prefix}.bias"]
+            maps[ours] = AffineMap(weights[f"{prefix}.weight"].T, weights[f"{prefix}.bias"])
         layers.append(ContextAttention(**maps, n_heads=n_heads))
     W_enc = W_dec.T if is_tied else weights["W_enc"]
     # With tied weights, SAELens adds the bias only if it also subtracts the bias.

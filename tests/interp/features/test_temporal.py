@@ -21,7 +21,7 @@ from interp.features import (
     splice,
 )
 from interp.features.splicing import placed
-from interp.features.temporal import ContextAttention
+from interp.features.temporal import AffineMap, ContextAttention
 from models import generate
 from tests.interp.features.fixtures import FIXTURES, changed
 from tests.shipped import pydoc
@@ -122,12 +122,15 @@ def drawn(d_in=128, n=20, heads=2, size=6):
     shapes = {"W_Q": (n, size), "W_K": (n, size), "W_V": (n, 10), "W_O": (10, n)}
     shapes |= {"b_Q": (size,), "b_K": (size,), "b_V": (10,), "b_O": (n,)}
     weights = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    queries, keys, values, output = (
+        AffineMap(weights[f"W_{part}"], weights[f"b_{part}"]) for part in "QKVO"
+    )
     return TemporalDictionary(
         W_enc=torch.randn(d_in, n, generator=draw) / 10,
         W_dec=torch.randn(n, d_in, generator=draw) / 10,
         b_dec=torch.randn(d_in, generator=draw) / 10,
         activation=TopK(4),
-        attention=[ContextAttention(**weights, n_heads=heads)],
+        attention=[ContextAttention(queries, keys, values, output=output, n_heads=heads)],
         subtracts_b_dec=True,
         reads="blocks.2.resid_post",
         writes="blocks.2.resid_post",
