@@ -493,8 +493,10 @@ def _plain(leaf: Any) -> Any:
 
 
 # Attributes and functions that do not read the numbers of a tensor.
-_SIZES = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_meta"}
-_SIZES |= {"size", "dim", "numel", "stride", "is_floating_point", "__len__"}
+_SIZES = {
+    *("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_meta"),
+    *("size", "dim", "numel", "stride", "is_floating_point", "__len__"),
+}
 
 
 def _is_size(func: Any) -> bool:

@@ -82,8 +82,9 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# With `python -m interp`, the command line runs these checks itself, to print their errors without
-# a traceback. While this file is imported, `sys.argv[0]` is then `-m`.
+# Python imports a package before its `__main__`. With `python -m interp`, the command line could
+# not catch an error of these checks, and Python would print a traceback. So the command line runs
+# the checks itself. `sys.argv[0]` is `-m` until Python has found `__main__`.
 if _sys.argv[:1] != ["-m"]:
     _shadowed.require_own("hooks")
     _shadowed.warn_of_another_models()

@@ -34,7 +34,7 @@ from interp.reading.logit_attribution import direct_logit_attribution
 from interp.results.result import Result
 
 # Sites to patch, with their headings.
-SITES = {
+SITES: Mapping[str, str] = {
     "z": "One head's output, at all positions",
     "resid_pre": "Residual stream entering a layer",
     "attn_out": "What attention adds",

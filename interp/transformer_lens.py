@@ -22,11 +22,21 @@ from hooks.base import require_choice, require_kind, unknown_name
 
 # Short names in TransformerLens. `_ALIASES` maps short names to other short names. No name of our
 # points ends with a name in `_SHORT`, so an unknown name in `_SHORT` is from TransformerLens.
-_ALIASES = {"attn": "pattern", "attn_logits": "attn_scores", "key": "k", "query": "q", "value": "v"}
-_ALIASES |= {"mlp_pre": "pre", "mlp_mid": "mid", "mlp_post": "post"}
+_ALIASES = {
+    "attn": "pattern",
+    "attn_logits": "attn_scores",
+    "key": "k",
+    "query": "q",
+    "value": "v",
+    "mlp_pre": "pre",
+    "mlp_mid": "mid",
+    "mlp_post": "post",
+}
 _PARTS = {"a": "attn", "attention": "attn", "m": "mlp", "b": "", "block": "", "blocks": ""}
-_SHORT = {"attn_scores", "rot_q", "rot_k", "result", "pre_linear", "attn_in", "mlp_in"}
-_SHORT |= {"q_input", "k_input", "v_input"}
+_SHORT = {
+    *("attn_scores", "rot_q", "rot_k", "result", "pre_linear", "attn_in", "mlp_in"),
+    *("q_input", "k_input", "v_input"),
+}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """TransformerConfig: the sizes and choices that define a transformer, checked when it is built."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from models.checks import check_types, names_fields, require
 from models.rotary_scaling import RotaryBase, RotaryScaling
 
 # The smallest allowed sizes. Where 0 is allowed, it has a special meaning, such as "no limit".
-LEAST = {
+LEAST: Mapping[str, int] = {
     **dict.fromkeys(("vocab_size", "n_ctx", "n_layers", "n_heads", "d_model"), 1),
     **dict.fromkeys(("n_kv_heads", "d_head", "d_mlp", "vocab_size_out", "window", "norm_eps"), 0),
     **dict.fromkeys(("attn_scale", "attn_cap", "logit_cap"), 0),

@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,25 @@ from models.transformer import Transformer
 
 Describe = Callable[[], TransformerConfig]
 
-_configs: dict[str, TransformerConfig] = {}
+_GROUPS: Sequence[Any] = json.loads(
+    Path(__file__).with_name("configs.json").read_text(encoding="utf-8")
+)
+
+ON_HUB = frozenset(name for group in _GROUPS if "is_on_hub" in group for name in group["models"])
+"""Names of configs that are also names of models on the hub."""
+
+
+def _configs_of_file() -> dict[str, TransformerConfig]:
+    """Return the configs in configs.json by name."""
+    configs: dict[str, TransformerConfig] = {}
+    for group in _GROUPS:
+        for name, sizes in group["models"].items():
+            configs[name] = TransformerConfig(**group["fields"], **sizes)
+    return configs
+
+
+# `register` adds to this dictionary, because a name must have the same config in the whole program.
+_configs = _configs_of_file()
 
 
 def register(name: str) -> Callable[[Describe], Describe]:
@@ -111,12 +129,3 @@ def build(name: str, **overrides: Any) -> Transformer:
     (torch.Size([2, 1, 4, 4]), 'gelu_tanh')
     """
     return Transformer(config_of(name, **overrides))
-
-
-# Names of configs that are also names of models on the hub.
-ON_HUB: set[str] = set()
-
-for _group in json.loads(Path(__file__).with_name("configs.json").read_text(encoding="utf-8")):
-    for _name, _sizes in _group["models"].items():
-        _configs[_name] = TransformerConfig(**_group["fields"], **_sizes)
-    ON_HUB |= _group["models"].keys() if "is_on_hub" in _group else set()

@@ -1,12 +1,13 @@
 """The base of rotary frequencies, and their scaling for contexts longer than in the training."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from models.checks import check_types, require
 
 # The published `low` and `high` of `RotaryScaling`.
-PUBLISHED_TURNS = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
+PUBLISHED_TURNS: Mapping[str, tuple[float, float]] = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
 
 
 @dataclass(frozen=True, kw_only=True)

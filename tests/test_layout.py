@@ -175,6 +175,37 @@ def test_no_comprehension_contains_another_one():
                 assert inside == [node], f"line {node.lineno} of {path}"
 
 
+# These modules do more than define names when they are imported.
+ACTS = {
+    "interp/__init__.py": "It checks that `hooks` and `models` are the packages of this project.",
+    "interp/__main__.py": "`python -m interp` runs the command line.",
+    "interp/plots/figure.py": "The error names the extra with Matplotlib.",
+    "models/checkpoints/gguf_file.py": "The error names the extra with the package gguf.",
+}
+DEFINES = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+
+
+def only_defines(statement):
+    """Return whether a statement only defines names, or only imports them for types."""
+    if isinstance(statement, ast.Assign):
+        return all(isinstance(target, ast.Name | ast.Tuple) for target in statement.targets)
+    if isinstance(statement, ast.AnnAssign):
+        return isinstance(statement.target, ast.Name)
+    if isinstance(statement, ast.If):
+        return ast.unparse(statement.test) == "TYPE_CHECKING"
+    if isinstance(statement, ast.Expr):
+        return isinstance(statement.value, ast.Constant)
+    return isinstance(statement, DEFINES)
+
+
+def test_importing_a_module_only_defines_names():
+    """An import changes no data: a table is written as one value, and nothing is added later."""
+    for path in MODULES:
+        others = [node for node in nodes_of(path)[0].body if not only_defines(node)]
+        acts = path.relative_to(ROOT).as_posix() in ACTS
+        assert bool(others) == acts, (path, [ast.unparse(node) for node in others])
+
+
 PRIVATE = {
     *("_version", "_base", "_cdata", "_modules", "_parameters", "_buffers"),
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),

@@ -7,15 +7,22 @@ from collections.abc import Sized
 import torch
 from torch import Tensor, nn
 
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = 60
-_SHORT.maxother = 60
-
-
 _SHOWN_AS_THEY_ARE = (
     *(str, bytes, bool, int, float, complex),
     *(os.PathLike, slice, range, torch.dtype, torch.device),
 )
+
+
+class _ShortRepr(reprlib.Repr):
+    """Writes values in at most about 60 characters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = 60
+        self.maxother = 60
+
+
+_SHORT = _ShortRepr()
 
 
 def number_of(n: int, word: str) -> str:

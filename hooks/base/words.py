@@ -14,20 +14,20 @@ With these, a misspelt keyword raises an error instead of being lost in `**kwarg
 import difflib
 import inspect
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from hooks.base.hints import argument_hint
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-OURS = {
+OURS = (
     *("names", "mode", "lazy", "run", "hooks", "backward", "receipts", "bos", "side"),
     *("pos", "position", "positions", "device", "dtype", "detach", "grads"),
-}
+)
 """The keywords of the calls of this package, and common other spellings of `pos`."""
 
-RENAMED = {
+RENAMED: Mapping[str, str] = {
     "position": "pos",
     "positions": "pos",
     "direction": "vector",

@@ -14,7 +14,7 @@ from typing import Any
 
 from interp.attribution_graphs.nodes import Node, NodeKind
 
-_TYPES: dict[NodeKind, str] = {
+_TYPES: Mapping[NodeKind, str] = {
     "feature": "cross layer transcoder",
     "error": "mlp reconstruction error",
     "token": "embedding",
@@ -22,10 +22,12 @@ _TYPES: dict[NodeKind, str] = {
     "bias": "embedding",
     "logit": "logit",
 }
-_KINDS: dict[str, NodeKind] = {name: kind for kind, name in [*_TYPES.items()][::-1]}
-# Graphs of Anthropic contain this type, and their page displays it as a feature.
-_KINDS["unexplored node"] = "feature"
-_EMBEDDINGS: dict[str, NodeKind] = {"E": "token", "P": "position", "B": "bias"}
+_KINDS: Mapping[str, NodeKind] = {
+    **{name: kind for kind, name in [*_TYPES.items()][::-1]},
+    # Graphs of Anthropic contain this type, and their page displays it as a feature.
+    "unexplored node": "feature",
+}
+_EMBEDDINGS: Mapping[str, NodeKind] = {"E": "token", "P": "position", "B": "bias"}
 # Names look like `1_57794_2`, or `1_cro_57794_2` on Neuronpedia's server.
 _NAME = re.compile(r".+_(-?\d+)_(\d+)")
 # Labels look like `Output " a" (p=0.250)`, and begin with `Logit` on Neuronpedia's server and

@@ -1,6 +1,7 @@
 """Edits as texts on the command line: `blocks.1.attn.z zero head=3 pos=-1`."""
 
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 from hooks.base import unknown_name
@@ -9,9 +10,9 @@ from interp.edits.edit import Edit
 
 # The kinds of edits. After the kind, the text contains so many numbers:
 # `blocks.1.attn.z scale 0.5`.
-KINDS = {"zero": 0, "scale": 1, "noise": 1}
+KINDS: Mapping[str, int] = {"zero": 0, "scale": 1, "noise": 1}
 # The name of the parameter of the functions in `interp.edits` that receives this number.
-NUMBERS = {"scale": "factor", "noise": "scale"}
+NUMBERS: Mapping[str, str] = {"scale": "factor", "noise": "scale"}
 
 
 def parsed(text: str) -> tuple[str, Edit]:

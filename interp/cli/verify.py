@@ -1,6 +1,7 @@
 """The command `verify`: test the claim in a file on a model."""
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from interp.cli.common import model_of, print_or_write
 from interp.features import load_sae
 from interp.pairs.pairs import Pairs
 
-STATUSES = {"holds": 0, "fails": 1, "cannot tell": 3}
+STATUSES: Mapping[str, int] = {"holds": 0, "fails": 1, "cannot tell": 3}
 
 
 def run(options: argparse.Namespace) -> int:

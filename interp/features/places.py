@@ -56,8 +56,10 @@ _WORDS = (
 )
 # The points of a block. The usual points come first, because several points may have the same
 # value.
-_POINTS = ["resid_post", "mlp_out", "attn_out", "resid_mid", "resid_pre"]
-_POINTS += ["ln2.normalized", "ln1.normalized", "attn.z", "mlp.post"]
+_POINTS = (
+    *("resid_post", "mlp_out", "attn_out", "resid_mid", "resid_pre"),
+    *("ln2.normalized", "ln1.normalized", "attn.z", "mlp.post"),
+)
 _AFTER_BLOCK = re.compile(r"(.*\bblocks\.)(\d+)\.resid_post")
 
 

@@ -29,7 +29,7 @@ from interp.store.summary import StatisticsByPoint
 Packed = tuple[dict[str, Tensor], dict[str, Any]]
 """Tensors and facts for a file."""
 
-_FINISHES: dict[str, Callable[..., Any]] = {
+_FINISHES: Mapping[str, Callable[..., Any]] = {
     "edges": edges.with_gaps,
     "integrated gradients": integrated_gradients.with_gaps,
     "shares": as_shares,

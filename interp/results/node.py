@@ -4,8 +4,10 @@ from typing import Any
 
 # For each kind of node, the name without the number of the block: `a` for attention, `x` for
 # another mixer of positions or `m` for the MLP, and then the part of it.
-_PARTS = {"head": "a.h{}", **{kind: f"a.h{{}}<{kind}>" for kind in "qkv"}, "attn_bias": "a.bias"}
-_PARTS |= {
+_PARTS = {
+    "head": "a.h{}",
+    **{kind: f"a.h{{}}<{kind}>" for kind in "qkv"},
+    "attn_bias": "a.bias",
     "attn": "a",
     "mixer": "x",
     "attn_adapter": "a.adapter",

@@ -30,7 +30,7 @@ from interp.protocol import is_of_text, require_points
 from interp.results.result import Result
 from interp.runs.runs import Runs
 
-SELECTS = {
+SELECTS: Mapping[str, tuple[str, ...]] = {
     "pos": ("pos",),
     "span": ("pos",),
     "feature": ("feature",),

@@ -250,7 +250,7 @@ def _is_part(cached: Any, keys: Keys) -> bool:
 # The arguments of blocks with a known meaning, each with the index of its axis of texts (None
 # without this axis) and of its axis of queries. Axes are counted from the end, because positions in
 # several sections (m-rope) have one more axis in front: [section, batch, pos].
-AXES: dict[str, tuple[int | None, int]] = {
+AXES: Mapping[str, tuple[int | None, int]] = {
     "attention_mask": (-4, -2),
     "position_ids": (-2, -1),
     "position_embeddings": (-3, -2),

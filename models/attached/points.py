@@ -65,7 +65,7 @@ STREAM, HIDDEN = "batch pos d_model", "batch pos d_mlp"
 STREAMS = "batch pos stream d_model"
 """The axes of a stream with several vectors for each token."""
 MLP_OUT = "what the MLP adds to the residual stream"
-SPLIT_AXES = {"head", "kv_head", "d_mlp"}
+SPLIT_AXES = frozenset(("head", "kv_head", "d_mlp"))
 """The axes that tensor-parallel plans split."""
 
 TOP = ("embed", "pos_embed", "blocks", "ln_final", "merged", "projected")

@@ -13,7 +13,7 @@ The tables are:
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,9 @@ class Architecture:
 
 
 _DATA = json.loads(Path(__file__).with_name("gguf_tables.json").read_text(encoding="utf-8"))
-ARCHITECTURES = {name: Architecture(**facts) for name, facts in _DATA["architectures"].items()}
+ARCHITECTURES: Mapping[str, Architecture] = {
+    name: Architecture(**facts) for name, facts in _DATA["architectures"].items()
+}
 KEYS: Mapping[str, str] = _DATA["keys"]
 TOP_TENSORS: Mapping[str, str] = _DATA["top"]
 BLOCK_TENSORS: Mapping[str, list[str]] = _DATA["block"]
@@ -90,7 +92,7 @@ QKV_APART = ("attn_q", "attn_k", "attn_v")
 ONLY: Mapping[str, Any] = _DATA["only"]
 WITHOUT_EFFECT = frozenset(_DATA["without_effect"])
 BEYOND: Mapping[str, list[str]] = _DATA["beyond"]
-READ_BY_TRANSFORMERS: list[str] = _DATA["read_by_transformers"]
+READ_BY_TRANSFORMERS: Sequence[str] = _DATA["read_by_transformers"]
 
 
 def gguf_config(file: GGUFFile, name: str) -> tuple[TransformerConfig, dict[str, float]]:

@@ -25,9 +25,9 @@ from models.transformer import Transformer
 
 # A name on the hub is "gpt2" or "org/name".
 _HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
-_WEIGHTS = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
-_WEIGHTS_BIN = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
-_DESCRIPTION = [
+_WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+_WEIGHTS_BIN = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+_DESCRIPTION = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -38,7 +38,7 @@ _DESCRIPTION = [
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
-]
+)
 
 
 @shows_progress
@@ -313,7 +313,7 @@ def _download(name: str, weights: bool, revision: str | None, code: bool) -> Pat
     """Return the directory of a model on the hub, after a download unless it is in the cache."""
     fetch = partial(library("huggingface_hub").snapshot_download, revision=revision)
     described = [*_DESCRIPTION, *(["*.py"] if code else [])]
-    directory = Path(fetch(name, allow_patterns=described + (_WEIGHTS if weights else [])))
+    directory = Path(fetch(name, allow_patterns=[*described, *(_WEIGHTS if weights else ())]))
     if weights and not any(directory.glob("*.safetensors")):
-        fetch(name, allow_patterns=described + _WEIGHTS_BIN)
+        fetch(name, allow_patterns=[*described, *_WEIGHTS_BIN])
     return directory

@@ -32,7 +32,7 @@ _SUBORDINATE = """
     experts_per_token parallel_attn_mlp relative_attention_max_distance
     relative_attention_num_buckets
 """
-_NORMS: dict[Any, Any] = {
+_NORMS: Mapping[Any, Any] = {
     "LN": "layernorm",
     "LNPre": "layernorm",
     "RMS": "rmsnorm",

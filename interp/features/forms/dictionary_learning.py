@@ -32,7 +32,7 @@ _OURS = {
 _THRESHOLD = ({"b_enc", "threshold"}, {"k", "group_sizes"})
 # The required and the optional tensors of each kind of dictionary, in addition to the weights and
 # `b_dec`.
-_NAMES: dict[str, tuple[set[str], set[str]]] = {
+_NAMES: Mapping[str, tuple[set[str], set[str]]] = {
     "AutoEncoder": ({"b_enc"}, set()),
     "AutoEncoderNew": ({"b_enc"}, set()),
     "GatedAutoEncoder": ({"r_mag", "gate_bias", "mag_bias"}, set()),
