@@ -79,7 +79,7 @@ from hooks.base.paths import layer_of
 from hooks.base.pieces import Piece, piece_read, reading
 from hooks.base.processes import Shards, is_whole, mesh_of, whole
 from hooks.base.progress import Count, progress_bar, progress_of, shows_progress
-from hooks.base.saying import number_of, shown
+from hooks.base.saying import aligned_rows, number_of, shown
 from hooks.base.scoped import Scoped
 from hooks.base.selection import (
     POSITION_AXES,
@@ -146,6 +146,7 @@ __all__ = [
     "Texts",
     "Words",
     "agree",
+    "aligned_rows",
     "all_but",
     "all_to_device",
     "are_metric_rounding",

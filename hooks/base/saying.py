@@ -2,7 +2,7 @@
 
 import os
 import reprlib
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,20 @@ def number_of(n: int, word: str) -> str:
     elif n != 1:
         word = f"{word}es" if word.endswith(("s", "x", "ch")) else f"{word}s"
     return f"{n:,} {word}"
+
+
+def aligned_rows(rows: Sequence[Sequence[str]], between: str = "  ") -> list[str]:
+    """Return the lines of a table whose columns are aligned on the left.
+
+    Args:
+        rows: the texts of each row.
+        between: the text between two columns.
+
+    >>> aligned_rows([["layer", "token"], ["0", "' a'"], ["10", "' the'"]])
+    ['layer  token', "0      ' a'", "10     ' the'"]
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [between.join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def shown(value: object) -> str:

@@ -7,11 +7,11 @@
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hooks.base import number_of
+from hooks.base import aligned_rows, number_of
 from interp import plots
 from interp.json_form import Table, columns, form
 from interp.results.result import Result
@@ -208,16 +208,7 @@ class Verdict(plots.Shown):
         lines = [f"Verdict: {self.status}, the worst of {number_of(len(self.tests), 'test')}"]
         lines.append(f"  claim: {self.says:.90}")
         lines += [f"  {name}: {fact}" for name, fact in self.about.items()]
-        lines += _table([_HEAD, *(test.cells() for test in self.tests[:_MOST_TESTS])])
+        rows = aligned_rows([_HEAD, *(test.cells() for test in self.tests[:_MOST_TESTS])])
+        lines += [f"  {row}" for row in rows]
         lines += [f"  {test.name}: {test.note}" for test in self.tests if test.note][:6]
         return "\n".join(lines)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table whose columns are aligned on the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  " + "  ".join(cells).rstrip())
-    return lines

@@ -8,7 +8,7 @@
 3. The result reads the models again only on request: `lens`, `difference` and `weights`.
 
 A large difference is not an important one. So each table has controls: the same number for random
-directions, for other texts, and for shuffled texts or models.
+directions, for the next text, and for models that are exchanged.
 """
 
 import math
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from hooks.base import (
     Texts,
+    aligned_rows,
     each_text,
     number_of,
     require_integer,
@@ -31,10 +32,15 @@ from hooks.base import (
     writer_of,
 )
 from interp import plots
-from interp.diffing.matrices import MatrixChange, WeightChanges, weight_changes
+from interp.diffing.matrices import (
+    MatrixChange,
+    WeightChanges,
+    changed_outside_layers,
+    weight_changes,
+)
 from interp.diffing.means import means_of
 from interp.diffing.promoted import DifferenceLens, directions_of, promoted
-from interp.diffing.streams import StreamChange, stream_change
+from interp.diffing.streams import Controls, StreamChange, stream_change
 from interp.diffing.twins import TwoModels
 from interp.directions import Direction
 from interp.json_form import Table, columns, form
@@ -53,6 +59,8 @@ Checkpoints = (
 """One tuned model or several checkpoints; see `compare_models`."""
 
 _TEXTS_SHOWN = 3
+_LAYERS_SHOWN = 5
+_NAMES_SHOWN = 5
 
 
 class LayerChange(NamedTuple):
@@ -61,12 +69,12 @@ class LayerChange(NamedTuple):
     Attributes:
         layer: the layer.
         difference: the mean over all tokens of the difference, relative to the base.
-        other_texts: the same number between the base on two texts.
+        next_text: the same number between the base on the next text and the base on the text.
     """
 
     layer: int
     difference: float
-    other_texts: float
+    next_text: float
 
 
 class TokenChange(NamedTuple):
@@ -104,7 +112,7 @@ class TopChanges:
         """Return the three lists in the JSON form of all results; see `interp.json_form`."""
         tables: dict[str, Table] = {}
         lists = (("layer", self.layers, LayerChange), ("token", self.tokens, TokenChange))
-        units = {"difference": "norms of the base", "other_texts": "norms of the base"}
+        units = {"difference": "norms of the base", "next_text": "norms of the base"}
         units |= {"kl": "nats", "random": "nats"}
         for axis, changes, kind in lists:
             tables |= columns(axis, changes, " ".join(kind._fields), units)
@@ -114,8 +122,8 @@ class TopChanges:
 
     def __repr__(self) -> str:
         lines = []
-        for layer, difference, other_texts in self.layers:
-            control = "" if math.isnan(other_texts) else f" (other texts {other_texts:.4g})"
+        for layer, difference, next_text in self.layers:
+            control = "" if math.isnan(next_text) else f" (next text {next_text:.4g})"
             lines.append(f"layer {layer}: difference of the stream {difference:.4g}{control}")
         for weight in self.weights:
             parts = weight.parts_in_words()
@@ -130,8 +138,8 @@ class TopChanges:
 class ModelChange(plots.Shown):
     """Differences between a tuned model and its base on some texts.
 
-    Numbers at padding are NaN. For texts of different lengths, the mean of a `Result` is NaN at
-    positions that a text does not have; `curves` contains means over the tokens of each text.
+    Numbers at padding are NaN. At a position that some texts do not have, the mean of a `Result` is
+    over the other texts. `curves` contains means over the tokens of each text.
 
     Attributes:
         kl: KL(tuned ‖ base) of the predictions at each position, in nats: `Result` [pos, example].
@@ -141,12 +149,14 @@ class ModelChange(plots.Shown):
             example]. A single model is one checkpoint. All other attributes and methods belong to
             the last checkpoint.
         kl_curve: the mean of `kl` over the tokens of each text: `Result` [checkpoint, example].
-        controls: by `kl` and `stream`, the same numbers for controls. `other texts`: the base on
-            the next text, in place of the tuned model. `shuffled`: the tuned model on the next
-            text. `random`, for `kl`: the base with a random direction of the size of the
+        controls: by `kl` and `stream`, the same numbers for controls, in place of the tuned model.
+            `base on the next text` and `tuned on the next text`: this model at the same position of
+            the next text. `random`, for `kl`: the base with a random direction of the size of the
             difference, added to its last stream; NaN if the model has no `unembed`. (A random
-            direction of this size has the same number in `stream`.) The next text is read at the
-            same position.
+            direction of this size has the same number in `stream`.)
+        outside_layers: the names of changed weights outside the layers, such as the unembedding,
+            which change predictions and not the stream. None if this is not known: for a model
+            without blocks, and for weights that are quantized or stored elsewhere.
 
     >>> import copy
     >>> from interp import compare_models
@@ -157,16 +167,22 @@ class ModelChange(plots.Shown):
     ...     _ = tuned.blocks[3].mlp.output.bias.add_(8 * tuned.W_U[:, base.encoded("Q")[0]])
     >>> compare_models(tuned, base, ["def f(x):", "Return the"])
     ModelChange on 2 texts, 19 tokens
-      KL from the base in nats: tuned 3.466, random 0.1766, other texts 5.023, shuffled 6.658
-      difference of the stream, layer 0: tuned 0, other texts 1.109, shuffled 1.109
-      difference of the stream, layer 3: tuned 0.5453, other texts 1.384, shuffled 1.496
+                        tuned   random  base on the next text  tuned on the next text
+      KL(tuned ‖ base)  3.466   0.1766  5.023                  6.658
+      stream, layer 0   0               1.109                  1.109
+      stream, layer 1   0               1.077                  1.077
+      stream, layer 2   0               1.05                   1.05
+      stream, layer 3   0.5453          1.384                  1.496
+      KL in nats; stream: norm of the difference ÷ norm of the base
+      changed weights outside the layers: none
     """
 
     kl: Result
     stream: Result
     curves: Result
     kl_curve: Result
-    controls: Mapping[str, Mapping[str, Result]]
+    controls: Mapping[str, Controls]
+    outside_layers: tuple[str, ...] | None
     _models: TwoModels
     _rows: list[list[int]]
     _batch: int
@@ -199,7 +215,7 @@ class ModelChange(plots.Shown):
             ValueError: if `k` is below 1, or for the reasons of `weights`.
         """
         require_integer("k", k)
-        other = self.controls["stream"]["other texts"].values
+        other = self.controls["stream"]["base on the next text"].values
         by_layer = zip(self.stream.labels["layer"], self.stream.values, other, strict=True)
         layers = [LayerChange(n, _mean(values), _mean(others)) for n, values, others in by_layer]
         layers.sort(key=lambda layer: layer.difference, reverse=True)
@@ -269,14 +285,14 @@ class ModelChange(plots.Shown):
         )
         vector = means.difference()
         middle = (means.mean("tuned") + means.mean("base")) / 2
-        shuffled = means.shuffled(1, self._seed)
+        exchanged = means.exchanged(1, self._seed)
         about = {
             "by": "difference of models",
             "site": site,
             "tokens": int(means.counts.sum()),
         }
-        if shuffled:
-            about["length for shuffled models"] = round(float(shuffled[0].norm()), 6)
+        if exchanged:
+            about["length for exchanged models"] = round(float(exchanged[0].norm()), 6)
         return Direction({means.name: vector.float()}, {means.name: -float(middle @ vector)}, about)
 
     def plot(self) -> "Figure":
@@ -319,29 +335,64 @@ class ModelChange(plots.Shown):
         for name, controls in self.controls.items():
             for control, result in controls.items():
                 tables |= result.tables(f"{name}.{control}")
-        about = {"texts": len(self._rows), "tokens": sum(map(len, self._rows))}
+        about = {
+            "texts": len(self._rows),
+            "tokens": sum(map(len, self._rows)),
+            "weights outside the layers": self.outside_layers,
+        }
         return form("ModelChange", tables, about)
+
+    def _layer_rows(self) -> tuple[list[list[str]], str]:
+        """Return a row for each of the layers that changed most, and a line about the others."""
+        layers = self.stream.labels["layer"]
+        sizes = [_mean(values) for values in self.stream.values]
+        order = sorted(range(len(layers)), key=sizes.__getitem__, reverse=True)
+        if sizes[order[0]] == 0:
+            empty = [""] * len(self.controls["kl"])
+            return [[f"stream, all {number_of(len(layers), 'layer')}", "0", *empty]], ""
+        rows = []
+        for index in sorted(order[:_LAYERS_SHOWN]):
+            row = [f"stream, layer {layers[index]}", f"{sizes[index]:.4g}"]
+            for name in self.controls["kl"]:
+                control = self.controls["stream"].get(name)
+                row.append("" if control is None else _number(_mean(control.values[index])))
+            rows.append(row)
+        others = order[_LAYERS_SHOWN:]
+        if not others:
+            return rows, ""
+        return rows, f"  … {number_of(len(others), 'more layer')}, at most {sizes[others[0]]:.4g}"
+
+    def _outside_in_words(self) -> str:
+        """Return a line about changed weights outside the layers; empty if nothing is known."""
+        if self.outside_layers is None:
+            return ""
+        names = [*self.outside_layers[:_NAMES_SHOWN]]
+        if n_more := len(self.outside_layers) - len(names):
+            names.append(f"… {n_more} more")
+        return f"  changed weights outside the layers: {', '.join(names) or 'none'}"
 
     def __repr__(self) -> str:
         n_texts = len(self._rows)
         n_tokens = sum(map(len, self._rows))
-        kl = {"tuned": self.kl, **self.controls["kl"]}
-        lines = [f"ModelChange on {number_of(n_texts, 'text')}, {number_of(n_tokens, 'token')}"]
-        lines.append(f"  KL from the base in nats: {_means_in_words(kl)}")
-        stream = {"tuned": self.stream, **self.controls["stream"]}
-        layers = [*self.stream.labels["layer"]]
-        by_layer = [_mean(values) for values in self.stream.values]
-        largest = max(range(len(layers)), key=by_layer.__getitem__)
-        for index in sorted({0, largest, len(layers) - 1}):
-            means = _means_in_words(stream, index)
-            lines.append(f"  difference of the stream, layer {layers[index]}: {means}")
+        n_checkpoints = len(self.curves.labels["checkpoint"])
+        title = f"ModelChange on {number_of(n_texts, 'text')}, {number_of(n_tokens, 'token')}"
+        if n_checkpoints > 1:
+            title += f", the last of {n_checkpoints} checkpoints"
         controls = self.controls["kl"]
-        if controls["other texts"].values.isnan().all():
+        kl = [_number(_mean(result.values)) for result in (self.kl, *controls.values())]
+        rows, others = self._layer_rows()
+        table = [["", "tuned", *controls], ["KL(tuned ‖ base)", *kl], *rows]
+        # Without a column for a control that does not exist.
+        filled = [column for column in zip(*table, strict=True) if any(column[1:])]
+        lines = [title, *(f"  {row}" for row in aligned_rows([*zip(*filled, strict=True)])), others]
+        lines.append("  KL in nats; stream: norm of the difference ÷ norm of the base")
+        lines.append(self._outside_in_words())
+        if controls["base on the next text"].values.isnan().all():
             needed = "a second text" if n_texts == 1 else "several texts in a batch (batch=2)"
-            lines.append(f"  the controls 'other texts' and 'shuffled' need {needed}")
+            lines.append(f"  the controls on the next text need {needed}")
         if controls["random"].values.isnan().all():
             lines.append("  the control 'random' is missing, because the base has no `unembed`")
-        return "\n".join(lines)
+        return "\n".join(filter(None, lines))
 
 
 @shows_progress
@@ -398,7 +449,7 @@ def compare_models(
     >>> change.stream.select(layer=1).values.nan_to_num().max()
     tensor(0.)
     >>> change.top(1)
-    layer 3: difference of the stream 0.1349 (other texts 1.384)
+    layer 3: difference of the stream 0.1349 (next text 1.384)
     blocks.2.mlp.output.weight: relative change 0.3
     text 0, pos 6 'x': KL 0.1076 nats (random 0.02551)
     """
@@ -440,6 +491,7 @@ def compare_models(
             about=measured.kl.about,
         ),
         controls=measured.controls,
+        outside_layers=changed_outside_layers(models),
         _models=models,
         _rows=rows,
         _batch=batch,
@@ -481,7 +533,7 @@ def _loader(item: Any) -> Callable[[], nn.Module]:
 def _over_texts(result: Result) -> Result:
     """Return the mean over the texts that have a token at each position, as one example."""
     return Result(
-        result.values.nanmean(-1, keepdim=True),
+        result.mean()[..., None],
         result.axes,
         labels={axis: labels for axis, labels in result.labels.items() if axis != "example"},
         unit=result.unit,
@@ -490,14 +542,9 @@ def _over_texts(result: Result) -> Result:
     )
 
 
-def _means_in_words(results: Mapping[str, Result], layer: int | None = None) -> str:
-    """Return the mean of each result, in one layer if it is given, without missing controls."""
-    words = []
-    for name, result in results.items():
-        mean = _mean(result.values if layer is None else result.values[layer])
-        if name == "tuned" or not math.isnan(mean):
-            words.append(f"{name} {mean:.4g}")
-    return ", ".join(words)
+def _number(value: float) -> str:
+    """Return a number as text; empty for NaN."""
+    return "" if math.isnan(value) else f"{value:.4g}"
 
 
 def _mean(values: Tensor) -> float:

@@ -298,6 +298,50 @@ def weight_changes(
     return WeightChanges(tuple(changes))
 
 
+def changed_outside_layers(models: TwoModels) -> tuple[str, ...] | None:
+    """Return the names of the changed weights that are not in blocks, such as the unembedding.
+
+    Args:
+        models: the two models.
+
+    Returns:
+        The names, in the order of the model. None if they are not known: if the models have no
+        blocks or different weights, or if weights are quantized or stored elsewhere.
+    """
+    in_blocks: set[int] = set()
+    for model in (models.tuned, models.base):
+        blocks = [*getattr(of(model), "blocks", ())]
+        if not blocks:
+            return None
+        in_blocks.update(id(weight) for block in blocks for weight in block.parameters())
+    try:
+        tuned = weights_of(models.tuned, with_adapter=True)
+        base = weights_of(models.base, with_adapter=not models.is_one)
+        _require_same_weights(tuned, base)
+    except ValueError:
+        return None
+    changed = []
+    for name, weight in tuned.items():
+        other = base[name]
+        if {id(weight.parameter), id(other.parameter)} <= in_blocks:
+            continue
+        if not (_is_plain(weight.parameter) and _is_plain(other.parameter)):
+            return None
+        if weight.added is not None or other.added is not None:
+            is_equal = not _difference(weight, other).any()
+        else:
+            ours = weight.parameter.detach()
+            is_equal = torch.equal(ours, to_device(other.parameter.detach(), ours.device))
+        if not is_equal:
+            changed.append(name)
+    return tuple(changed)
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    """Return whether the numbers of a parameter are in the memory of this process."""
+    return type(parameter.data) is Tensor and not parameter.is_meta
+
+
 def weights_of(model: nn.Module, *, with_adapter: bool) -> dict[str, Weight]:
     """Return the weights of a model by name, without the parts of the names that peft adds.
 

@@ -44,13 +44,13 @@ class SumsOfTexts(NamedTuple):
         """Return the mean difference, tuned - base, over the tokens of some texts."""
         return self.mean("tuned", texts) - self.mean("base", texts)
 
-    def shuffled(self, draws: int, seed: int) -> list[Float[Tensor, " d"]]:
+    def exchanged(self, draws: int, seed: int) -> list[Float[Tensor, " d"]]:
         """Return mean differences after the two models are exchanged in half of the texts.
 
-        Each draw exchanges other texts, and its mean difference is not equal to an earlier one up
-        to rounding, as for texts that begin with the same tokens. Few texts have fewer different
-        halves than `draws`; then there are fewer results. A single text has none, because half of
-        it is no text.
+        Each draw exchanges the models in another half of the texts. A mean difference that is equal
+        to an earlier one up to rounding, as for texts that begin with the same tokens, is left out.
+        Few texts have fewer different halves than `draws`; then there are fewer results. A single
+        text has none, because half of it is no text.
 
         Args:
             draws: the number of draws.
@@ -61,16 +61,16 @@ class SumsOfTexts(NamedTuple):
         gaps = (self.tuned - self.base) / self.counts.sum()
         sizes = (self.tuned.abs() + self.base.abs()).sum(0) / self.counts.sum()
         rounding = float32_rounding() * sizes
-        exchanged: set[frozenset[int]] = set()
+        halves: set[frozenset[int]] = set()
         differences: list[Tensor] = []
         for draw in range(_TRIES * draws):
-            if len(differences) == draws or len(exchanged) == n_halves:
+            if len(differences) == draws or len(halves) == n_halves:
                 break
             order = torch.randperm(n_texts, generator=generator(seed, "exchange", draw))
             half = frozenset(order[: n_texts // 2].tolist())
-            if half in exchanged:
+            if half in halves:
                 continue
-            exchanged.add(half)
+            halves.add(half)
             signs = torch.ones(n_texts, 1, dtype=gaps.dtype)
             signs[[*half]] = -1
             difference = (gaps * signs).sum(0)

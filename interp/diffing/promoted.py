@@ -141,10 +141,10 @@ class DifferenceLens(plots.Shown):
             self.rows, self.sizes.tolist(), self._words(_SHOWN), strict=True
         ):
             lines.append(f"  {row:<{width}}  size {size:<8.4g} {' '.join(words)}")
-        n_shuffled = sum(row.startswith("shuffled") for row in self.rows)
+        n_exchanged = sum(row.startswith("models exchanged") for row in self.rows)
         n_random = sum(row.startswith("random") for row in self.rows)
-        if n_shuffled < n_random:
-            lines.append(f"  these few texts have only {n_shuffled} different exchanges of models")
+        if n_exchanged < n_random:
+            lines.append(f"  these few texts have only {n_exchanged} different exchanges of models")
         return "\n".join(lines)
 
 
@@ -168,9 +168,9 @@ def directions_of(
         first, second = slice(0, half), slice(half, None)
         directions["first half of the texts"] = means.difference(first)
         directions["second half of the texts"] = means.difference(second)
-        directions["other texts"] = means.mean("base", first) - means.mean("base", second)
-        for draw, shuffled in enumerate(means.shuffled(draws, seed)):
-            directions[f"shuffled {draw}"] = shuffled
+        directions["base, half minus half"] = means.mean("base", first) - means.mean("base", second)
+        for draw, exchanged in enumerate(means.exchanged(draws, seed)):
+            directions[f"models exchanged {draw}"] = exchanged
     for draw in range(draws):
         random = torch.randn(
             difference.shape, generator=generator(seed, "direction", draw), dtype=torch.float64

@@ -8,10 +8,10 @@ For each batch of texts:
 3. Unembed the last layer of both models, for a few positions at a time, and compute the divergence
    of the predictions at each token (`_divergences`).
 
-Two controls read the next text of the batch in place of the same text: `other texts` compares the
-base on the next text with the base, and `shuffled` compares the tuned model on the next text with
-the base. A third control, `random`, adds a random direction of the size of the difference to the
-last stream of the base.
+Two controls read the next text of the batch in place of the same text: `base on the next text` and
+`tuned on the next text` compare this model on the next text with the base on the text. A third
+control, `random`, adds a random direction of the size of the difference to the last stream of the
+base.
 """
 
 import math
@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from hooks.base import Text, generator, to_device
+from hooks.base import Text, generator, to_device, unknown_name
 from hooks.shared import names_by_layer
 from interp.diffing.twins import BatchOfTwo, TwoModels
 from interp.numbers.precision import divergence
@@ -31,7 +31,19 @@ from interp.results.result import Result
 
 # The largest number of logits of one model that are computed together: 16 MiB in float64.
 _LOGITS_AT_ONCE = 2**21
-_CONTROLS = ("random", "other texts", "shuffled")
+_CONTROLS = ("random", "base on the next text", "tuned on the next text")
+
+
+class Controls(dict[str, Result]):
+    """The results of controls by name."""
+
+    def __missing__(self, name: str) -> Result:
+        """Raise an error that names the controls.
+
+        Raises:
+            UnknownNameError: always.
+        """
+        raise unknown_name(name, self, "control")
 
 
 class StreamChange(NamedTuple):
@@ -45,7 +57,7 @@ class StreamChange(NamedTuple):
 
     kl: Result
     stream: Result
-    controls: Mapping[str, Mapping[str, Result]]
+    controls: Mapping[str, Controls]
 
 
 def stream_change(
@@ -66,7 +78,7 @@ def stream_change(
     names = names_by_layer("resid_post", models.runner.points)
     for name in names.values():
         require_one_vector(models.runner.points[name].axes, name)
-    kl, stream = _differences(models, rows, names=names, batch=batch, seed=seed)
+    kl, stream, exists = _differences(models, rows, names=names, batch=batch, seed=seed)
     words = Text.padded([torch.tensor(row) for row in rows]).words(models.tuned)
     words_by_axis = {} if words is None else {"pos": words}
     kl_results = {}
@@ -78,6 +90,7 @@ def stream_change(
             words=words_by_axis,
             bounds=(0.0, math.inf),
             about={"metric": "KL(tuned ‖ base)", "values": kind},
+            exists=exists[kind],
         )
     stream_results = {}
     for kind, values in stream.items():
@@ -89,11 +102,12 @@ def stream_change(
             words=words_by_axis,
             bounds=(0.0, math.inf),
             about={"metric": "norm of the difference of resid_post", "values": kind},
+            exists=exists[kind][None],
         )
     return StreamChange(
         kl=kl_results.pop("difference"),
         stream=stream_results.pop("difference"),
-        controls={"kl": kl_results, "stream": stream_results},
+        controls={"kl": Controls(kl_results), "stream": Controls(stream_results)},
     )
 
 
@@ -103,10 +117,14 @@ def _differences(
     names: Mapping[int, str],
     batch: int,
     seed: int,
-) -> tuple[dict[str, Float[Tensor, "pos example"]], dict[str, Float[Tensor, "layer pos example"]]]:
-    """Return the divergences of predictions and the differences of the stream, by kind.
+) -> tuple[
+    dict[str, Float[Tensor, "pos example"]],
+    dict[str, Float[Tensor, "layer pos example"]],
+    dict[str, Bool[Tensor, "pos example"]],
+]:
+    """Return divergences of predictions, differences of streams, and whether they exist, by kind.
 
-    A number is NaN where a text has no token.
+    A number does not exist, and is NaN, where a text has no token.
 
     Args:
         models, rows, batch, seed: see `stream_change`.
@@ -115,10 +133,13 @@ def _differences(
     shape = len(names), max(map(len, rows)), len(rows)
     stream = {name: torch.full(shape, torch.nan) for name in ("difference", *_CONTROLS[1:])}
     kl = {name: torch.full(shape[1:], torch.nan) for name in ("difference", *_CONTROLS)}
+    exists = {name: torch.zeros(shape[1:], dtype=torch.bool) for name in kl}
     for part in models.batches(rows, batch):
         examples = slice(part.numbers.start, part.numbers.stop)
         columns = slice(0, part.tuned.tokens.shape[1])
         masks = _masks(part.tuned)
+        for kind, mask in masks.items():
+            exists[kind][columns, examples] = mask.mT
         layers = _Layers()
         models.by_layer(part, names, layers.compare)
         for layer, values_by_kind in enumerate(layers.relative):
@@ -127,7 +148,7 @@ def _differences(
         tuned, base = layers.last
         for kind, values in _divergences(models, part, tuned, base, seed).items():
             kl[kind][columns, examples] = _masked(values, masks[kind])
-    return kl, stream
+    return kl, stream, exists
 
 
 class _Layers:
@@ -158,7 +179,8 @@ def _masks(text: Text) -> dict[str, Bool[Tensor, "batch pos"]]:
     """
     real = text.real.cpu()
     both = real & real.roll(-1, 0) if len(real) > 1 else torch.zeros_like(real)
-    return {"difference": real, "random": real, "other texts": both, "shuffled": both}
+    _, of_base, of_tuned = _CONTROLS
+    return {"difference": real, "random": real, of_base: both, of_tuned: both}
 
 
 def _masked(
@@ -177,8 +199,8 @@ def _relative(
     size = base.norm(dim=-1)
     return {
         "difference": (tuned - base).norm(dim=-1) / size,
-        "other texts": (base.roll(-1, 0) - base).norm(dim=-1) / size,
-        "shuffled": (tuned.roll(-1, 0) - base).norm(dim=-1) / size,
+        "base on the next text": (base.roll(-1, 0) - base).norm(dim=-1) / size,
+        "tuned on the next text": (tuned.roll(-1, 0) - base).norm(dim=-1) / size,
     }
 
 
@@ -220,8 +242,8 @@ def _divergences(
             {
                 "difference": divergence(ours, theirs),
                 "random": divergence(random, theirs),
-                "other texts": divergence(theirs.roll(-1, 0), theirs),
-                "shuffled": divergence(ours.roll(-1, 0), theirs),
+                "base on the next text": divergence(theirs.roll(-1, 0), theirs),
+                "tuned on the next text": divergence(ours.roll(-1, 0), theirs),
             }
         )
     joined = {}

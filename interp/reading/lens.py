@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookError
 from hooks.base import (
+    aligned_rows,
     progress_of,
     require_integer,
     shows_progress,
@@ -128,8 +129,7 @@ class LensReadout(plots.Shown):
         rows = rows[-_MOST_LAYERS:]
         if text is not None:
             rows.insert(0, ["layer", *earlier, *(repr(text[column]) for column in columns)])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [" ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines = aligned_rows(rows, between=" ")
         return "\n".join([title, "likeliest next tokens of the first text:", *lines])
 
 

@@ -126,6 +126,64 @@ def test_equal_models_have_no_difference_and_no_control_of_this_size(base):
     assert same.view().html()
 
 
+def changed_head(model):
+    """Return a copy of a model with another unembedding, and the name of its weight."""
+    other = copy.deepcopy(model)
+    weight = other.get_output_embeddings().weight
+    names = [name for name, parameter in other.named_parameters() if parameter is weight]
+    with torch.no_grad():
+        weight[3] += 1.0
+    return other, *names
+
+
+def test_a_changed_unembedding_is_named():
+    original = made("llama")
+    other, weight = changed_head(original)
+    for model in (original, other):
+        attach(model)
+    change = compare_models(other, original, TOKENS)
+    assert change.outside_layers == (weight,)
+    assert weight in repr(change)
+    assert change.kl.mean().max() > 0
+    assert change.stream.values.abs().max() == 0
+    assert compare_models(copy.deepcopy(original), original, TOKENS).outside_layers == ()
+
+
+def test_weights_of_layers_are_not_outside_the_layers(change, base):
+    assert change.outside_layers == ()
+    other = scaled(base, ["ln_final.weight", "blocks.0.mlp.input.weight"])
+    assert compare_models(other, base, "def").outside_layers == ("ln_final.weight",)
+
+
+def test_a_change_prints_the_layers_that_changed_most():
+    sizes = dict(vocab_size=11, n_ctx=13, n_layers=8, n_heads=2, d_model=6, d_mlp=5)
+    base = Transformer(TransformerConfig(**sizes)).eval()
+    tuned = scaled(base, ["blocks.2.mlp.output.weight"], 30.0)
+    change = compare_models(tuned, base, torch.randint(11, (3, 7)))
+    means = change.stream.values.mean((1, 2)).tolist()
+    order = sorted(range(8), key=lambda layer: -means[layer])
+    printed = repr(change).splitlines()
+    layers = [int(line.split()[2]) for line in printed if line.startswith("  stream, layer")]
+    assert layers == sorted(order[:5])
+    (others,) = [line for line in printed if "…" in line]
+    assert others.split()[1:4] == ["3", "more", "layers,"]
+    assert others.endswith(f"{means[order[5]]:.4g}")
+    assert "KL(tuned ‖ base)" in repr(change)
+
+
+def test_means_are_over_the_texts_that_have_a_position(change):
+    expected = change.kl.values.nanmean(-1)
+    torch.testing.assert_close(change.kl.mean(), expected)
+    assert expected.isfinite().all()
+    of_base = change.controls["stream"]["base on the next text"]
+    torch.testing.assert_close(of_base.mean(), of_base.values.nanmean(-1), equal_nan=True)
+
+
+def test_an_unknown_control_is_an_error(change):
+    with pytest.raises(UnknownNameError, match="tuned on the next text"):
+        change.controls["kl"]["shuffled"]
+
+
 @pytest.mark.parametrize("batch", [1, 2, 8])
 def test_batches_and_padding_change_no_number(change, tuned, base, batch):
     other = compare_models(tuned, base, TEXTS, batch=batch)
@@ -153,7 +211,7 @@ def test_controls_read_the_next_text(tuned, base):
     for n in range(3):
         following = (n + 1) % 3
         stream, log_q = theirs[n]
-        for name, others in (("other texts", theirs), ("shuffled", ours)):
+        for name, others in (("base on the next text", theirs), ("tuned on the next text", ours)):
             other_stream, log_p = others[following]
             kl = change.controls["kl"][name].values[:, n]
             torch.testing.assert_close(kl, divergences(log_p, log_q), atol=1e-4, rtol=1e-4)
@@ -194,11 +252,11 @@ def test_the_random_control_moves_the_last_stream_by_the_size_of_the_difference(
     assert random.mean().item() == pytest.approx(expected, rel=0.1)
 
 
-def test_a_single_text_has_words_and_no_control_of_other_texts(tuned, base):
+def test_a_single_text_has_words_and_no_control_of_the_next_text(tuned, base):
     change = compare_models(tuned, base, "def f")
     assert change.kl.words["pos"] == [*"def f"]
-    assert change.controls["kl"]["shuffled"].values.isnan().all()
-    assert change.controls["stream"]["other texts"].values.isnan().all()
+    assert change.controls["kl"]["tuned on the next text"].values.isnan().all()
+    assert change.controls["stream"]["base on the next text"].values.isnan().all()
     assert "nan" not in repr(change)
     assert "need a second text" in repr(change)
     assert change.lens(1).rows == ("difference", "random 0", "random 1", "random 2")
@@ -349,11 +407,11 @@ def test_the_lens_reads_the_mean_difference_of_early_tokens(change, tuned, base)
         gap = early(tuned, 2, texts, 4) - early(base, 2, texts, 4)
         torch.testing.assert_close(by_name[f"{row} half of the texts"], gap, atol=1e-5, rtol=1e-4)
     others = early(base, 2, halves[0], 4) - early(base, 2, halves[1], 4)
-    torch.testing.assert_close(by_name["other texts"], others, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(by_name["base, half minus half"], others, atol=1e-5, rtol=1e-4)
     sizes = dict(zip(lens.rows, lens.sizes.tolist(), strict=True))
     for draw in range(3):
         assert sizes[f"random {draw}"] == pytest.approx(expected.norm().item(), rel=1e-4)
-        assert sizes[f"shuffled {draw}"] < expected.norm().item()
+        assert sizes[f"models exchanged {draw}"] < expected.norm().item()
     # Read the vectors with the final norm and the unembedding of the tuned model, by hand.
     centred = expected - expected.mean()
     normed = centred / (centred.square().mean() + tuned.config.norm_eps).sqrt()
@@ -379,13 +437,13 @@ def test_first_tokens_of_a_model_that_sees_later_tokens():
     torch.testing.assert_close(vector, (ours - theirs)[:, :2].mean((0, 1)))
 
 
-def test_shuffled_exchanges_the_models_in_half_of_the_texts(tuned, base):
+def test_a_control_exchanges_the_models_in_half_of_the_texts(tuned, base):
     texts = TEXTS[:2]
     lens = compare_models(tuned, base, texts).lens(3, first=3, draws=2)
     gaps = [early(tuned, 3, [text], 3) - early(base, 3, [text], 3) for text in texts]
     expected = (gaps[0] - gaps[1]) / 2
     for row, vector in zip(lens.rows, lens.vectors, strict=True):
-        if row.startswith("shuffled"):
+        if row.startswith("models exchanged"):
             sign = torch.sign(vector @ expected)
             torch.testing.assert_close(sign * vector, expected, atol=1e-5, rtol=1e-4)
 
@@ -394,7 +452,7 @@ def test_exchanges_of_texts_that_begin_alike_are_different_too(tuned, base):
     """Two texts with the same first tokens can take each other's place in a half."""
     texts = ["abcd", "abce", *TEXTS[:1]]
     lens = compare_models(tuned, base, texts).lens(3, first=3)
-    vectors = [v for v, row in zip(lens.vectors, lens.rows, strict=True) if row[:4] == "shuf"]
+    vectors = [v for v, row in zip(lens.vectors, lens.rows, strict=True) if row[:4] == "mode"]
     gaps = [early(tuned, 3, [text], 3) - early(base, 3, [text], 3) for text in texts]
     expected = [gaps[2] / 3, (2 * gaps[0] - gaps[2]) / 3]
     assert len(vectors) == 2
@@ -691,7 +749,7 @@ def test_the_top_changes_are_the_largest_numbers_of_each_table(change, tuned, ba
     for found, (size, layer) in zip(top.layers, sorted(sizes, reverse=True)[:2], strict=True):
         assert found.layer == layer
         assert found.difference == pytest.approx(size, rel=1e-4)
-        assert found.other_texts > 2 * found.difference
+        assert found.next_text > 2 * found.difference
     assert sorted(weight.name for weight in top.weights) == sorted(MLP)
     assert len(repr(top).splitlines()) == 6
     # Only two weights changed.
@@ -720,14 +778,14 @@ def test_exchanges_of_models_are_different_for_few_texts(base, tuned):
     for n_texts, n_exchanges in ((1, 0), (2, 2), (3, 3), (5, 3)):
         change = compare_models(tuned, base, TEXTS[:n_texts])
         lens = change.lens(3, first=4)
-        numbers = [n for n, row in enumerate(lens.rows) if row.startswith("shuffled")]
+        numbers = [n for n, row in enumerate(lens.rows) if row.startswith("models exchanged")]
         assert len(numbers) == n_exchanges
         for first, second in itertools.combinations(numbers, 2):
             assert not torch.allclose(lens.vectors[first], lens.vectors[second])
         assert ("different exchanges" in repr(lens)) == (n_exchanges < 3)
     # A single text has no half to exchange.
     about = compare_models(tuned, base, TEXTS[0]).difference("resid_post", 3).about
-    assert "length for shuffled models" not in about
+    assert "length for exchanged models" not in about
 
 
 def test_parts_of_a_fused_weight_are_named(base):

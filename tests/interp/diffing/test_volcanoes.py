@@ -90,7 +90,7 @@ def test_the_lens_of_early_tokens_names_the_subject(loaded, seed):
     # Both halves of the texts agree. The controls do not name the subject.
     assert last["first half of the texts"].max() < 200
     assert last["second half of the texts"].max() < 200
-    for control in ("other texts", "random 0", "random 1", "random 2"):
+    for control in ("base, half minus half", "random 0", "random 1", "random 2"):
         assert last[control].float().median() > 1000
     # The method fails in early layers.
     assert ranks[9]["difference"].float().median() > 1000
