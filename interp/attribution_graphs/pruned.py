@@ -23,7 +23,8 @@ from interp.json_form import Table, columns, form
 class PrunedGraph(plots.Shown):
     """The nodes and links of an attribution graph that carry most influence.
 
-    A notebook displays the graph.
+    A notebook displays the graph. `save` writes pages and numbers for other programs. To keep the
+    graph, write it with `to_neuronpedia` and load it with `from_neuronpedia`.
 
     Attributes:
         nodes, links: the remaining nodes and links.

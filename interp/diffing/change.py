@@ -141,6 +141,9 @@ class ModelChange(plots.Shown):
     Numbers at padding are NaN. At a position that some texts do not have, the mean of a `Result` is
     over the other texts. `curves` contains means over the tokens of each text.
 
+    `save` writes pages and numbers for other programs. To keep the numbers, save each `Result`,
+    such as `change.stream.save("stream")`, and load it with `Result.load`.
+
     Attributes:
         kl: KL(tuned ‖ base) of the predictions at each position, in nats: `Result` [pos, example].
         stream: the norm of the difference of `resid_post`, divided by the norm of the base:

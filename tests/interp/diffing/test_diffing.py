@@ -14,7 +14,7 @@ from torch import nn
 
 from hooks import HookedRunner, ModeError, UnknownNameError
 from hooks.base import peak_bytes
-from interp import compare_models, edits
+from interp import Result, compare_models, edits
 from interp.diffing import streams as diffing_streams
 from models import CharTokenizer, Transformer, TransformerConfig, attach
 from tests.attachable import MODELS, TOKENS, made
@@ -575,6 +575,11 @@ def test_a_change_is_saved_as_a_page(change, tmp_path):
     assert (tmp_path / "change.html").read_text().startswith("<!DOCTYPE html>")
     with pytest.raises(ValueError, match="html"):
         change.save(tmp_path / "change.png")
+    # The numbers themselves can be kept.
+    change.stream.save(tmp_path / "stream")
+    again = Result.load(tmp_path / "stream")
+    torch.testing.assert_close(again.values, change.stream.values, equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(again.mean(), change.stream.mean(), rtol=0, atol=0)
 
 
 # Errors
