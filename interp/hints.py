@@ -1,4 +1,4 @@
-"""Hints for errors: names of TransformerLens, and calls that create missing objects.
+"""Hints for errors: names of other libraries, and calls that create missing objects.
 
 `hooks.base.hints` reads `HINTS` when an error is raised.
 """
@@ -98,8 +98,32 @@ def _features_hint(name: str, known: Collection[str], what: str) -> UnknownNameE
     return error
 
 
+_HEAD = "the value of each head before the output projection is z, with the axis head"
+_SITES = {
+    # From functions of TransformerLens, such as `get_act_patch_attn_head_out_all_pos`.
+    "attn_head_out": _HEAD,
+    "head_out": _HEAD,
+    "head_output": _HEAD,
+    # Components of pyvene.
+    "attention_value_output": _HEAD,
+    "head_attention_value_output": _HEAD,
+    "block_input": "the stream that enters a block is resid_pre",
+    "block_output": "the stream that leaves a block is resid_post",
+    "mlp_activation": "the value after the nonlinearity of the MLP is mlp.post",
+}
+"""Names of kinds of values in other libraries, with a sentence that contains our name."""
+
+
+def _site_hint(name: str, known: Collection[str], what: str) -> UnknownNameError | None:
+    """Return the error for a name of `_SITES`, alone or after a layer; None for other names."""
+    explanation = _SITES.get(name.rpartition(".")[2])
+    if explanation is None:
+        return None
+    return UnknownNameError(f"no {what} is named {name!r}: {explanation}", name)
+
+
 HINTS = Hints(
-    names=(transformer_lens.name_hint, _features_hint),
+    names=(transformer_lens.name_hint, _features_hint, _site_hint),
     makers=_MAKERS,
     attributes=_ATTRIBUTES,
     arguments=_ARGUMENTS,

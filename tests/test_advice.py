@@ -53,6 +53,20 @@ def test_features_are_points_inside_a_splice(model, cache):
             cache[key]
 
 
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [("attn_head_out", "z"), ("block_output", "resid_post"), ("mlp_activation", "mlp.post")],
+)
+def test_kinds_of_values_of_other_libraries_have_our_name(model, name, ours):
+    pairs = Pairs("def __ini", "def __nam", ("t", "e"))
+    with pytest.raises(UnknownNameError, match=f" is {ours}\\b"):
+        activation_patching(model, pairs, name)
+    with pytest.raises(UnknownNameError, match=f" is {ours}\\b"):
+        HookedRunner(model).capture("def", names=f"blocks.1.{name}")
+    # Our name is a site of the model.
+    assert activation_patching(model, pairs, ours, layers=1).about["site"] == ours
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_what_is_no_model_is_told_so(model, cache):
     with pytest.raises(TypeError, match="HookedRunner's .model"):
