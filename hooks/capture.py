@@ -72,8 +72,8 @@ class Recorder:
         bound: counts the recorded bytes and raises an error above the limit.
         memory_of_others: the memory of weights and arguments (see `_torch.memory_of`). A value in
             this memory is copied, because the caller may write into it later; other values are
-            stored without copies. None if the run itself may write into values: then every value
-            is copied.
+            stored without copies. None if the run itself may write into its values; then the
+            recorder copies every value.
         values: the recorded values by name; after `finish` in the model's order.
         axes: after `finish`, the axes of each value, including values that are not stored.
         fired: the names of the points that the run reached.

@@ -84,7 +84,7 @@ def _acting(edited: EditedPoint, n_pos: int) -> tuple[Hook, ...] | None:
 
 
 class StepHooks:
-    """The hooks of a graph. They act only inside `call`, and no other hooks act there.
+    """The hooks of a graph. They run only inside `call`, and no other hooks run inside it.
 
     Args:
         edits: the hooks, from `edits_of_step`.

@@ -112,8 +112,8 @@ class TokenMetric:
         call_in_words: a function that takes `write`, and returns `call` with the text of each token
             in place of its number; None if the call contains no tokens.
         write: the function that returns the text of each token; None to print numbers of tokens.
-        made_by: the call that makes the metric again; None if it belongs to answers of pairs, which
-            make it again.
+        made_by: the call that makes the metric again. None for the metric of the answers of pairs,
+            because the pairs make it again.
     """
 
     call: str

@@ -31,8 +31,8 @@ class Branch:
         sublayer: attention or the MLP.
         after: the norm of the sublayer's output.
         added: the point of the vector that is added to the stream.
-        joined: the norm that is applied to the sum of the stream and the added vector. None without
-            such a norm.
+        joined: the norm that is applied to the sum of the stream and the added vector. None if the
+            block has no such norm.
         kind: `attn`, `mlp`, or `mixer` for a sublayer without attention that moves information
             between positions.
     """

@@ -100,7 +100,8 @@ def check_tokens(tokens: object) -> None:
 def can_be_read(tensor: Tensor) -> bool:
     """Return whether the numbers of a tensor can be read now.
 
-    They cannot during compilation, or in a plan (`HookedRunner.plan`), whose tensors have none.
+    During compilation, they cannot be read. The tensors of a plan (`HookedRunner.plan`) have no
+    numbers.
     """
     absent = tensor.is_meta or isinstance(tensor, FakeTensor)
     return not absent and not torch.compiler.is_compiling()

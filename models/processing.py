@@ -23,8 +23,8 @@ def fold_norms(model: Transformer) -> Transformer:
     `(W * gain) x + (W bias + b)`. `ln1` is folded into `attn.qkv`, `ln2` into `mlp.input` and
     `mlp.gate`, and `ln_final` into the unembedding, which is then untied. The new config has
     `norm_learned=False`, and biases in maps that received the bias of a norm. Values at
-    `normalized` lose gain and bias. The gains of `qk_norm` stay. A norm of the MLP's hidden layer
-    is folded into `mlp.output`. A model with `norm_learned=False` is copied.
+    `normalized` lose gain and bias. The gains of `qk_norm` do not change. A norm of the MLP's
+    hidden layer is folded into `mlp.output`. A model with `norm_learned=False` is copied.
 
     Args:
         model: the model, which does not change. The new model has the same dtype, device and mode,

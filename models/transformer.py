@@ -156,8 +156,9 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
                 once, for a check (see `models.skip_token_checks`). Texts in any other form are
                 converted by `to_tokens` and padded on the right.
             attention_mask: a mask [batch, key] of the tokens that are not padding, including cached
-                tokens: boolean, or 0 and 1. Each row gets the same values as without its padding,
-                on either side. Values at padding have no meaning.
+                tokens: boolean, or 0 and 1. The values of a row are the same as without padding,
+                whether the padding is on the left or on the right. Values at padding have no
+                meaning.
             kv_cache: earlier keys and values. The new keys and values are added to it.
             last: the number of last positions whose logits are returned; 0 means all.
             query_key_mask: the keys that each query sees: [query, key], [batch, query, key] or

@@ -38,9 +38,9 @@ class Hints:
 
     Attributes:
         names: functions that return the error for an unknown name; see `NameHint`.
-        arguments: keywords of other libraries, each with our equivalent; or a keyword that one
-            function does not have, such as `load_sae.release`, each with the advice. `measure.*`
-            stands for too many positional arguments.
+        arguments: the advice for a keyword that a function does not have. The key is a keyword of
+            another library, or a function with the keyword, such as `load_sae.release`. The advice
+            of `measure.*` is for a call with too many positional arguments.
         attributes: methods and attributes of their objects, each with our equivalent; or an
             attribute that one of our classes does not have, such as `Result.dims`.
         makers: the call that makes an object of a class, by the name of the class. If the user

@@ -14,7 +14,7 @@ _SHOWN_AS_THEY_ARE = (
 
 
 class _ShortRepr(reprlib.Repr):
-    """Writes values in at most about 60 characters."""
+    """A writer of values that shortens them to about 60 characters."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -358,7 +358,8 @@ class Selection:
                 index.
 
         Raises:
-            SelectionError: see `rows`; also if a text has no index, or its index selects nothing.
+            SelectionError: for the reasons of `rows`; if a text has no index, or if its index
+                selects no column.
         """
         read = []
         for number, columns in enumerate(true_columns(real), first):

@@ -425,8 +425,8 @@ def replacing(
         path: the file.
         place: the function that moves the temporary file to `path`. The default replaces an
             existing file; `create` raises an error instead.
-        alone: whether no other process writes this file now. Then the temporary file of a killed
-            process is overwritten.
+        alone: True if no other process writes this file at the same time. Then the temporary file
+            of a killed process is overwritten.
 
     Raises:
         FileNotFoundError: if there is no such directory.

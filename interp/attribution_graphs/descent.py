@@ -58,8 +58,8 @@ class _Order:
     """The order in which targets are added, and the order of their rows.
 
     Targets are sorted by stage (`Targets.stage`). Rows are sorted by the highest stage of their
-    targets, in descending order. So for every stage, the rows that have a target above it come
-    first.
+    targets, in descending order. So for every stage, the rows with a target in a higher stage come
+    before all other rows.
 
     Args:
         targets: the targets.

@@ -98,7 +98,8 @@ class FrozenRun:
         TypeError, ValueError: for the same reasons as in `Graph`.
 
     Warns:
-        UserWarning: if a transcoder was trained at another place; see `interp.features.places`.
+        UserWarning: if a transcoder was trained at another place of the model; see
+            `interp.features.places`.
 
     >>> from interp.features import load_transcoders
     >>> from models import load

@@ -37,7 +37,7 @@ def influence(
         column: the index of the source that each row explains, or -1 for a logit.
 
     Raises:
-        ValueError: if effects are not finite, or a node has an effect on itself over some path.
+        ValueError: if an effect is not finite, or a path leads from a node back to the same node.
     """
     total = shares.new_zeros(shares.shape[1])
     # Each step goes down by at least one layer, so the loop ends. With NaN, it would not end.

@@ -415,9 +415,9 @@ def compare_models(
     are moved. A model with an adapter of peft (attach it with `models.attach`) is both models,
     without a second copy of the weights.
 
-    Of each model, one layer of the residual stream of one batch is in memory. For this, an attached
-    base runs twice. If the base has hooks, or its blocks cannot be called one by one, all layers of
-    the tuned model are in memory.
+    The memory contains the residual stream of one batch after one layer, for each model. To save
+    this memory, an attached base runs twice. If the base has hooks, or its blocks cannot be called
+    one by one, all layers of the tuned model are in memory.
 
     Args:
         tuned: the tuned model. Or several checkpoints: a list, an iterator or a function that

@@ -49,8 +49,8 @@ class SumsOfTexts(NamedTuple):
 
         Each draw exchanges the models in another half of the texts. A mean difference that is equal
         to an earlier one up to rounding, as for texts that begin with the same tokens, is left out.
-        Few texts have fewer different halves than `draws`; then there are fewer results. A single
-        text has none, because half of it is no text.
+        If the texts have fewer different halves than `draws`, there is one result for each half.
+        For a single text, the list is empty.
 
         Args:
             draws: the number of draws.

@@ -153,8 +153,8 @@ def directions_of(
 ) -> dict[str, Float[Tensor, " d_model"]]:
     """Return the mean difference and the control directions by name.
 
-    Controls that compare two halves of the texts are left out for a single text. Four
-    texts have only three different halves, so there are fewer controls for few texts.
+    Controls that compare two halves of the texts are left out for a single text. Few texts have few
+    different halves, such as three for four texts, and then there are fewer controls.
 
     Args:
         means: the sums of the values of each text.

@@ -28,14 +28,14 @@ _SHOWN = 4
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SparseProbes(plots.Shown):
-    """Probes of few features, returned by `sparse_probes`.
+    """Probes that use only a few features, returned by `sparse_probes`.
 
     Attributes:
         features: for each k, the features of the probe with their coefficients, the largest first.
             A coefficient is the change of the log odds for a feature value of 1. These probes are
             fitted on all texts.
         auroc: the AUROC on held-out texts, [k, example]. The examples are the folds.
-        control: the same with random labels.
+        control: the AUROC of probes that are fitted to random labels, [k, example].
         raw: the probe of the values that the dictionary reads, with all their columns.
 
     >>> from interp.features import load_sae

@@ -90,9 +90,9 @@ def edge_attribution(
 
     Besides the gradients of a run, the memory contains the changes of all writers: one residual
     stream for each writer. On a GPU, the changes of as many examples as `max_bytes` allows are
-    computed together. On the CPU, only small examples are computed together, because large ones
-    take as long together as one after another. For `eap_ig_activations`, the memory contains the
-    changes of all examples.
+    computed together. On the CPU, only small examples are computed together, because this saves no
+    time for large examples. For `eap_ig_activations`, the memory contains the changes of all
+    examples.
 
     By default, corrupted values replace values of the clean run (`direction="noising"`), which
     shows the loss without a part. Activation and attribution patching do the reverse by default.

@@ -136,7 +136,7 @@ class SplicedDictionary(Part):
 
 
 class _Splicing(AbstractContextManager[HookedRunner]):
-    """The context manager of `splice`. Without `with`, its error says how to use it.
+    """The context manager of `splice`. If it is used without `with`, the error shows the right use.
 
     Args:
         opened: the context manager that splices the dictionaries in.
@@ -208,7 +208,8 @@ def splice(
         ModeError: if the model is in training mode.
 
     Warns:
-        UserWarning: if a dictionary was trained at another place; see `interp.features.places`.
+        UserWarning: if a dictionary was trained at another place of the model; see
+            `interp.features.places`.
 
     >>> from interp import edits
     >>> from interp.features import TopK

@@ -104,8 +104,8 @@ class Passes:
         Args:
             analysis: the analysis.
             args, options: its arguments after the examples.
-            needs_all: whether a shard also needs the parts of other shards. It then runs the parts
-                that other shards have not finished after its own parts.
+            needs_all: whether a shard also needs the parts of other shards. If it does, it first
+                runs its own parts, and then all parts that other shards have not finished.
 
         Raises:
             ValueError: if other processes run the parts as shards and have not finished them, and

@@ -564,7 +564,9 @@ class Pairs(plots.Shown):
         """Return some of the pairs.
 
         A metric with tokens of each example, such as `logit_diff([3, 1], [4, 5])`, becomes the
-        metric of these pairs. A function of your own stays the same, unless it has a method `rows`.
+        metric of these pairs. If the metric is a function of your own, the new pairs have the same
+        function. If this function has a method `rows`, the method returns the metric of the new
+        pairs.
 
         Args:
             index: an index, a slice, a list, or a tensor of indices or booleans.

@@ -25,8 +25,9 @@ def expert_load(
 ) -> Result:
     """Return the share of tokens that select each expert, or the mean weight of each expert.
 
-    If a router selects k of n experts uniformly, each expert has a load of k / n. An expert with a
-    low load over many texts does little. Loads by position show which words select an expert.
+    If a router selects k of n experts uniformly, each expert has a load of k / n. If the load of an
+    expert over many texts is low, this expert changes the output little. Loads by position show
+    which words select an expert.
 
     Args:
         model: the model of the run, attached.

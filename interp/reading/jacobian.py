@@ -125,7 +125,8 @@ class JacobianLens(AffineLens):
 
         Raises:
             FileNotFoundError: if the file does not exist.
-            CacheError: if the file has another form, or its entries contradict each other.
+            CacheError: if the file does not have this form, or two of its entries contradict each
+                other.
         """
         published = read_published(path)
         weight = published.weight

@@ -50,7 +50,8 @@ def read_published(path: str | os.PathLike[str]) -> Published:
 
     Raises:
         FileNotFoundError: if the file does not exist.
-        CacheError: if the file has another form, or its entries contradict each other.
+        CacheError: if the file does not have a published form, or two of its entries contradict
+            each other.
     """
     with storage.one_error(path, "be a Jacobian lens in the published form", CacheError):
         content = storage.read_saved(storage.path_of(path))

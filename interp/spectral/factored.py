@@ -277,7 +277,8 @@ class FactoredMatrix(plots.Shown):
         """Check that the matrix is square.
 
         Raises:
-            ValueError: if the matrix is not square. The error says what needs a square matrix.
+            ValueError: if the matrix is not square. The error names the operation that needs a
+                square matrix.
         """
         if self.shape[-2] != self.shape[-1]:
             raise ValueError(f"a matrix must be square to have {what}; got {[*self.shape]}")

@@ -27,7 +27,7 @@ def ov_circuit(model: nn.Module, *, fold: bool = True) -> FactoredMatrix:
         model: see `LanguageModel`.
         fold: whether norms are folded in: gains, and the mean that LayerNorm subtracts, but not the
             scale that a norm divides by, because it depends on the text. Gains of norms after
-            attention are folded in too. If only LayerNorms read the stream, the mean of a head's
+            attention are also folded in. If only LayerNorms read the stream, the mean of a head's
             output is left out. False returns the model's own weights. Default: True.
 
     Returns:

@@ -133,7 +133,7 @@ class Statistics:
         """Return the statistics of the rows of both parts.
 
         Raises:
-            ValueError: if the parts have different columns or were made with different options.
+            ValueError: if the two parts do not have the same columns and the same options.
         """
         first, second = (
             (part.mean.shape, part.products.shape, part.room, part.top) for part in (self, other)

@@ -157,7 +157,8 @@ def _ended(
 def _in_order(
     run: TaskRun, tasks: Sequence[Any]
 ) -> Iterator[tuple[int, Any, BaseException | None]]:
-    """Run tasks one after the other."""
+    """Run the tasks here, one at a time, and yield the number, the value and the error of each
+    task."""
     for number, task in enumerate(tasks):
         value, error = None, None
         try:

@@ -208,7 +208,7 @@ class Attached(ReadsText):
         return vars(self) | {"_n_withs": 0}
 
     def restore_configs(self) -> None:
-        """Give the modules their original configs again.
+        """Replace the copied configs of the modules by the original configs.
 
         While the model is attached, its modules have copies of their configs. Changes that the user
         made to these copies are also made to the original configs.

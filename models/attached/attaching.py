@@ -282,7 +282,7 @@ def make_room(model: nn.Module, earlier: Any) -> None:
 
     Args:
         model: the model.
-        earlier: its attachment; None without an attachment.
+        earlier: the attachment of the model; None if the model is not attached.
 
     Raises:
         HookError: if a point of the attachment has a hook.

@@ -221,8 +221,8 @@ def _fire_own(point: HookPoint, value: Float[Tensor, "batch head query key"]) ->
 def further_keys(module: nn.Module, probe: ProbeRun) -> nn.Module | None:
     """Return the module inside attention whose output is appended to the keys of positions.
 
-    The result is None without such a module. Its output may be empty, because the text of the run
-    is short.
+    The result is None if attention has no such module. In a run on a short text, the output of the
+    module may be empty.
 
     Args:
         module: the attention module.

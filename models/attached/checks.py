@@ -321,7 +321,7 @@ def _check_attention(wiring: Wiring) -> None:
     """Remove `scores` and `pattern` if attention has terms that `AttentionPoints` lacks.
 
     Raises:
-        AttachError: if the logits differ even without these points.
+        AttachError: if the logits are still different after the points were removed.
     """
     stack = wiring.stack
     reference = wiring.stack.probe.reference

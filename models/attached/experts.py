@@ -53,8 +53,8 @@ class Experts:
         has_rest: whether the MLP may add more than the experts and the shared expert.
         reads_copies: whether each expert reads a copy of all vectors, multiplied by the weight of
             this expert.
-        is_mapped: whether another module maps the sum of the experts before it is added, or may do
-            so.
+        is_mapped: True if another module may map the sum of the experts before this sum is added to
+            the stream.
     """
 
     n: int

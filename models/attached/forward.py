@@ -345,7 +345,7 @@ def _require_mask(mask: Tensor, texts: Sequence[int], has_earlier: bool) -> None
     Args:
         mask: the mask, [batch, key].
         texts: the shape of the new tokens, [batch, pos].
-        has_earlier: whether there may be earlier tokens, which have columns too.
+        has_earlier: whether the mask may also have columns for earlier tokens.
 
     Raises:
         ValueError: if the mask has another shape, or other numbers.

@@ -758,7 +758,7 @@ def _norms_around(
 def _reader_between(attn: Call | None, mlp: Call, candidates: Candidates) -> nn.Module | None:
     """Return the module between the two sublayers that first reads all vectors of the tokens.
 
-    The result is None without such a module.
+    The result is None if no module does this.
     """
     if attn is None:
         return None

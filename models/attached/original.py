@@ -243,7 +243,8 @@ def examples_of(model: nn.Module, example: Any) -> list[ExampleArguments]:
 
     Args:
         model: the model.
-        example: the user's example: a tensor, or a mapping of arguments. None without an example.
+        example: the user's example: a tensor, or a mapping of arguments. None if the user gave no
+            example.
 
     Raises:
         TypeError: if the example is neither a mapping nor a tensor.

@@ -100,8 +100,9 @@ def summand(
 def _explains(term: Tensor, change: Tensor) -> bool:
     """Return whether a term is most of a change of the stream.
 
-    Next to a large stream, rounding to half precision hides the difference between two small terms.
-    So the sum alone does not show which of them was added.
+    If the stream is large, its rounding in half precision is larger than the difference between two
+    small terms. Then both terms fit the sum, so this function compares a term with the change of
+    the stream.
     """
     rest = at_least_float32(change - term)
     return bool(rest.norm() <= _MOST * at_least_float32(change).norm())
@@ -482,8 +483,8 @@ def final_norm_of(
         root: the module that runs the blocks.
         probe: the run in which the blocks were called.
         last: the call of the last block.
-        has_streams: whether the stream has several vectors for each token. The norm may then read
-            their sum.
+        has_streams: whether the stream has several vectors for each token. If it has, the norm may
+            read the sum of these vectors.
     """
     end = next((call.ended for call in probe.calls if call.module is root), math.inf)
     for call in probe.single:

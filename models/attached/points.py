@@ -211,7 +211,7 @@ class Wiring:
 
     Attributes:
         model: the model.
-        stack: the stack whose points these are.
+        stack: the stack that has the points.
         owner: the module that contains the points. For a stack without a prefix, it is the model.
     """
 

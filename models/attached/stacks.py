@@ -560,7 +560,8 @@ def _tokens_of(stack: Stack) -> Tensor | None:
 
 
 def _reason(n_pos: int, stream_pos: int, shorter: int | None) -> str:
-    """Return the reason, for an error, why a stream has other positions than the tokens.
+    """Return the part of an error that explains why the stream does not have one position per
+    token.
 
     Args:
         n_pos: the number of tokens.

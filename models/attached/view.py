@@ -932,7 +932,7 @@ def _columns_of(
 
     The outputs are joined along their last axis, and columns are counted in the joined tensor. The
     result contains d_head columns for each head: first for the heads of queries, then of keys, then
-    of values. It is None unless each column belongs to exactly one head.
+    of values. The result is None if a column belongs to no head, or to several heads.
 
     Args:
         parts: the queries, the keys and the values.

@@ -163,8 +163,8 @@ def _load_weights(
     """Load a file of TransformerLens' weights, with the config in the file or in its folder.
 
     Raises:
-        ValueError: if the file contains weights of another form, because nothing says which model
-            they belong to.
+        ValueError: if the weights are not in the form of TransformerLens. A file of another form
+            does not say which model has these weights.
     """
     with storage.one_error(file):
         content = load_file(file) if kind == "safetensors" else storage.read_saved(file)
@@ -279,7 +279,8 @@ def _require_name(name_or_path: str | os.PathLike[str]) -> None:
     """Require the name or path of a model.
 
     Raises:
-        TypeError: if the value is neither. For a model, the error says what to do instead.
+        TypeError: if the value is not a name or a path. If it is a model, the error says how to use
+            the model without `load`.
         FileNotFoundError: if the name is empty.
     """
     hint = ""

@@ -52,8 +52,8 @@ class Step:
 
     Attributes:
         tokens: the new token of each row.
-        running: True at each row that had no stop token before this step. The tokens of all other
-            rows have no meaning.
+        running: True for each row that has not generated a stop token in an earlier step. The
+            tokens of all other rows have no meaning.
         logits: the logits of the new token, before temperature, top_k, top_p and min_p.
 
     >>> from models import load

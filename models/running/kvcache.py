@@ -260,7 +260,7 @@ class LayerCache:
         Positions that no later query can see are dropped.
 
         Args:
-            oldest: the first position that stays.
+            oldest: the first position whose keys and values are kept.
             start: the first new position.
             end: the position after the last new position.
             like: a tensor with the batch, heads, width, dtype and device of the buffers.

@@ -160,9 +160,9 @@ class Sampling:
 def row_generator(seed: int, row: int, device: torch.device | str = "cpu") -> torch.Generator:
     """Return the generator from which row `row` of `generate(..., seed=seed)` draws.
 
-    A prompt alone draws the same tokens as in this row of a batch, if `seed` is this generator. Two
-    seeds give unrelated random numbers, except with a chance of about one in four billion for each
-    row.
+    A prompt alone draws the same tokens as in this row of a batch, if `seed` is this generator. The
+    random numbers of two seeds are unrelated. For each row, two seeds give the same numbers with a
+    probability of about one in four billion.
 
     Args:
         seed: any whole number.

@@ -110,7 +110,7 @@ def train(
         FileNotFoundError: if the directory has no checkpoint and `resume` is True.
         FloatingPointError: if a loss or a gradient is not finite. The last checkpoint stays.
         OSError: if a file cannot be written. The last checkpoint stays.
-        KeyboardInterrupt: after Ctrl-C. The message says which checkpoint was saved.
+        KeyboardInterrupt: after Ctrl-C. The message names the checkpoint that was saved.
 
     >>> from models import TransformerConfig
     >>> sizes = TransformerConfig(vocab_size=2, n_ctx=4, n_layers=1, n_heads=1, d_model=8)

@@ -19,7 +19,7 @@ def read(folder: Path, *, transcodes: bool | None = None) -> Dictionary:
 
     Args:
         folder: the folder with the two files.
-        transcodes: whether the dictionary is a transcoder. Default: as the files say.
+        transcodes: whether the dictionary is a transcoder. Default: read it from the files.
     """
     config = known_fields(json_of(folder / "cfg.json"), "cfg.json of sparsify")
     weights = tensors_of(folder / "sae.safetensors")
