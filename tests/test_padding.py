@@ -283,6 +283,11 @@ def test_readings_are_nan_at_padding(side):
         assert torch.equal(numbers.isnan(), ~mask)
     with pytest.raises(ValueError, match="real token"):
         interp.residual_stream(cache, torch.ones_like(mask))
+    # The mean of a position is over the texts that have it.
+    for read in (interp.direct_logit_attribution, interp.accumulated_logits):
+        result = read(model, cache, right=3)
+        torch.testing.assert_close(result.mean(), result.values.nanmean(-1))
+        assert result.mean().isfinite().all()
 
 
 def test_the_loss_of_padded_texts_leaves_padding_out():

@@ -39,7 +39,7 @@ def expert_load(
 
     Returns:
         A result with the axes `layer`, `expert` and `example`, or `layer`, `expert`, `pos` and
-        `example`. Loads are NaN at padding.
+        `example`. Loads are NaN at padding, and means leave them out.
 
     Raises:
         CacheError: if the cache is of another model, or has no `routing`.
@@ -80,13 +80,14 @@ def expert_load(
         values = values.masked_fill(~to_device(mask, values.device).mT, torch.nan)
     labels = {"layer": [*names], "expert": [*range(values.shape[1])]}
     unit, bounds = ("weight", None) if weighted else ("share of tokens", (0.0, 1.0))
-    words = None
+    words = exists = None
     if over is None:
         values = values.nanmean(2)
     else:
         labels["pos"] = [*range(n_pos)]
         text = text_of_values(cache, (batch, n_pos))
         words = None if text is None else text.words(model)
+        exists = None if mask is None else to_device(mask, values.device).mT[None, None].bool()
     about: dict[str, Any] = dict(unit=unit, bounds=bounds, words={"pos": words} if words else {})
     about["groups"] = groups_of_cache(cache, values)
-    return Result(values, (*labels, "example"), labels=labels, **about)
+    return Result(values, (*labels, "example"), labels=labels, exists=exists, **about)

@@ -80,8 +80,8 @@ def direct_logit_attribution(
 
     Returns:
         A result in logits with the axes `component`, `pos` and `example`; the axis `pos` is missing
-        if `pos` was given, or if `right` is several tokens. Values are NaN at padding. `about`
-        contains the largest gap between the sum of the parts and the logit.
+        if `pos` was given, or if `right` is several tokens. Values are NaN at padding, and means
+        leave them out. `about` contains the largest gap between the sum of the parts and the logit.
 
     Raises:
         TypeError: as for `Graph`; or if the model has no `W_U`.
@@ -148,7 +148,8 @@ def accumulated_logits(
 
     Returns:
         A result with the axes `stream` (`0_pre`, `0_mid`, ..., `final_post`), `pos` and `example`;
-        the axis `pos` is missing if `pos` was given. Values are NaN at padding.
+        the axis `pos` is missing if `pos` was given. Values are NaN at padding, and means leave
+        them out.
 
     Raises:
         TypeError, ValueError, CacheError: as for `direct_logit_attribution`.
@@ -320,9 +321,11 @@ class _Reading:
             values = values[:, 0]
         if not has_positions:
             axes = [axis, "example"]
-        words = None
+        words = exists = None
         if has_positions:
-            values = nan_at_padding(logits, self.parts.mask).transpose(1, 2)
+            mask = self.parts.mask
+            values = nan_at_padding(logits, mask).transpose(1, 2)
+            exists = None if mask is None else to_device(mask.mT[None].bool(), values.device)
             text = text_of_values(self._cache, logits.shape[1:3])
             words = None if text is None else text.words(self._named)
         return Result(
@@ -333,6 +336,7 @@ class _Reading:
             about=self.about | about,
             words={"pos": words} if words else {},
             groups=groups_of_cache(self._cache, values),
+            exists=exists,
         )
 
 

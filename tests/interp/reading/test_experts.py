@@ -140,6 +140,7 @@ def test_loads_are_counts():
             assert load.values[1, expert, text].item() == pytest.approx(count / len(real))
             assert torch.equal(places.values[1, expert, real, text], routing[text, real, expert])
     assert places.values[:, :, -2:, 0].isnan().all()
+    torch.testing.assert_close(places.mean(), places.values.nanmean(-1))
     with pytest.raises(ValueError, match="over .*got 'head'"):
         expert_load(model, cache, "head")
     some = run(model, names=["*embed", "*.scale", "*.z", "*mlp_out", "*.resid_*"])[1]
