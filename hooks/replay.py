@@ -5,7 +5,7 @@ Lazy caches (`hooks.lazy`) compute their values this way.
 1. Before the run, the state of the weights of each block with requested points is recorded
    (`BlockCall.listen`).
 2. During the run, copies of each block's arguments are stored, and samples of the outputs of the
-   block and of its parts (`parts_of`), such as attention and the MLP.
+   block and of the parts after which a second run may end (`early_ends`), such as attention.
 3. When a value is read, its block runs again on these arguments, under the edits of the first run,
    and records this value, or all values that are requested together (`BlockCall.run_again`). If
    parts of the block compute all these values, the run ends after the last of these parts. So
@@ -82,12 +82,15 @@ def replay(
     return hooks_disabled(run)
 
 
-def parts_of(block: nn.Module) -> list[nn.Module]:
-    """Return the children of a block that contain modules with weights, in the block's order.
+def early_ends(block: nn.Module) -> list[nn.Module]:
+    """Return the parts of a block after which a second run may end.
 
-    They are attention and the MLP, but not norms. The list is empty if a run of the block must not
-    end early, because something may act at its end: a shard, a compiler, a hook of the user, or an
-    object that has replaced `block.forward`, for example to move weights back after each run.
+    They are the children that contain modules with weights, such as attention and the MLP, but not
+    norms. The last of them is left out, because only an addition follows it in most blocks.
+
+    The list is empty if something may act at the end of the block: a shard, a compiler, a hook of
+    the user, or an object that has replaced `block.forward`, for example to move weights back after
+    each run.
     """
     has_other_ends = (
         "forward" in vars(block)
@@ -98,12 +101,7 @@ def parts_of(block: nn.Module) -> list[nn.Module]:
     if has_other_ends:
         return []
     parts = dict.fromkeys(_torch.children(block))
-    return [part for part in parts if any(map(_has_weights, _torch.children(part)))]
-
-
-def _has_weights(module: nn.Module) -> bool:
-    """Return whether a module or a module inside it has weights."""
-    return next(module.parameters(), None) is not None
+    return [part for part in parts if _torch.contains_weights(part)][:-1]
 
 
 Samples = dict[nn.Module, list[Tensor]]
@@ -172,7 +170,7 @@ class BlockCall:
         # as long. So a block that writes into its own buffers counts as changed, and reading its
         # values raises an error.
         self._state = _torch.marks(self.block)
-        parts = parts_of(self.block)
+        parts = early_ends(self.block)
         session.before(self.block, self._store)
         session.after(self.block, self._sample)
         for part in parts:
@@ -185,9 +183,9 @@ class BlockCall:
             return
         # The arguments are copied, because the block, a later block or the caller may write into
         # them.
+        self._given = []
         self._arguments = mapped((args, kwargs), self._stored)
         self._unwritten = _versions(self._inputs)
-        self._given = [leaf for leaf in tensors_in((args, kwargs)) if isinstance(leaf, Tensor)]
         self._before = _versions(self._given)
         self._autocast, self._precision = numerics(self._inputs)
         self._piece = piece_read()
@@ -197,6 +195,7 @@ class BlockCall:
         """Return a copy of one argument."""
         if not isinstance(leaf, Tensor):
             return plain_argument(self.block, leaf, self.name)
+        self._given.append(leaf)
         stored = self.copies(leaf)
         self._inputs.append(stored)
         assert self.bound is not None
@@ -460,7 +459,7 @@ def _first_sampled(output: Any) -> list[Tensor]:
     Other tensors may be missing in one of two runs, such as the pattern beside the output of
     attention.
     """
-    return sampled(next(tensors_in(output), None))
+    return sampled(output if isinstance(output, Tensor) else next(tensors_in(output), None))
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -30,6 +30,9 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
         return
+    # Most leaves have one of these types, and a check for mappings is slow.
+    if output is None or isinstance(output, (int, str)):
+        return
     for _, field in _fields(output) or ():
         yield from tensors_in(field)
 

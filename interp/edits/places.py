@@ -18,6 +18,7 @@ second text is in column 4:
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Shaped
@@ -127,8 +128,7 @@ class SourceValue:
     what: str = "source"
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """The part of one activation that an edit changes.
 
     Attributes:
@@ -300,8 +300,7 @@ def _extent(rows: list[list[int]]) -> slice:
     return slice(min(changing), max(changing) + 1) if changing else slice(0, 0)
 
 
-@dataclass(frozen=True)
-class _Frame:
+class _Frame(NamedTuple):
     """The axes of an activation, and the sizes of the whole texts to which it belongs.
 
     Attributes:
@@ -309,6 +308,9 @@ class _Frame:
         axes: the axes of the activation.
         shape: the shape of the activation.
         sizes: the size of each axis. Sizes of `TEXT_AXES` count the whole text so far.
+        firsts: the index in the whole text at which the activation starts, along each axis. In a
+            generation with a sliding window, the cache has dropped the first keys, so the keys
+            start later.
         positions: the index of the axis `pos` or `query`; None without one of these axes.
         batch: the index of the axis of the batch; -1 if there is no batch.
         start: the column at which the piece starts; None for whole texts.
@@ -318,18 +320,10 @@ class _Frame:
     axes: tuple[str, ...]
     shape: tuple[int, ...]
     sizes: tuple[int, ...]
+    firsts: tuple[int, ...]
     positions: int | None
     batch: int
     start: int | None
-
-    @property
-    def firsts(self) -> list[int]:
-        """The index in the whole text at which the activation starts, along each axis.
-
-        In a generation with a sliding window, the cache has dropped the first keys, so the keys
-        start later.
-        """
-        return [full - size for full, size in zip(self.sizes, self.shape, strict=True)]
 
     @property
     def n_rows(self) -> int:
@@ -368,6 +362,7 @@ def _frame(activation: Tensor, point: Point, needs_positions: bool) -> _Frame:
         axes=axes,
         shape=shape,
         sizes=sizes,
+        firsts=tuple(full - size for full, size in zip(sizes, shape, strict=True)),
         positions=positions,
         batch=batch,
         start=start,

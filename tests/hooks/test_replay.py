@@ -10,7 +10,7 @@ from torch import nn
 from hooks import HookedRunner, HookPoint, Options
 from hooks.base import _torch
 from hooks.capture import Recorder
-from hooks.replay import parts_of, replay
+from hooks.replay import early_ends, replay
 
 X = torch.tensor([[2.0, 3.0]])
 
@@ -75,23 +75,22 @@ def test_a_shared_module_is_found_by_the_block_that_runs(blocks):
     assert [lazy[name].tolist() for name in reversed(names)] == [[[17, 22]], [[3, 4]]]
 
 
-def test_a_block_has_no_parts_if_something_may_act_at_its_end(model, monkeypatch):
+def test_no_run_ends_early_if_something_may_act_at_the_end_of_the_block(model, monkeypatch):
     block = model.blocks[1]
-    parts = [block.attn, block.mlp]
-    assert parts_of(block) == parts
+    assert early_ends(block) == [block.attn]
     # Hooks of this package may miss the end of a run.
     with HookedRunner(model).hooks({"blocks.1": lambda value, point: value}):
-        assert parts_of(block) == parts
+        assert early_ends(block) == [block.attn]
     forward = block.forward
     block.forward = lambda *args: forward(*args)
-    assert parts_of(block) == []
+    assert early_ends(block) == []
     del block.forward
     handle = block.register_forward_hook(lambda module, args, output: None)
-    assert parts_of(block) == []
+    assert early_ends(block) == []
     handle.remove()
-    assert parts_of(block) == parts
+    assert early_ends(block) == [block.attn]
     with monkeypatch.context() as patched:
         patched.setattr(_torch, "has_shards", lambda module: module is block)
-        assert parts_of(block) == []
+        assert early_ends(block) == []
     block.compile(backend="eager")
-    assert parts_of(block) == []
+    assert early_ends(block) == []
