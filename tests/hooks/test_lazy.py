@@ -98,8 +98,8 @@ def test_the_run_keeps_block_inputs_and_samples_of_outputs(runner, tokens):
     kept = 4 * stream + stream + 7 * 10 * 4
     # It also keeps the positions, which are an argument of every block.
     kept += 7 * 8
-    # It also keeps every ninth of the 280 numbers of the outputs of three blocks and their attention,
-    # and of ln_final.
+    # It also keeps every ninth of the 280 numbers of the outputs of three blocks and their
+    # attention, and of ln_final.
     kept += (3 * 2 + 1) * 32 * 4
     assert lazy.axes(("pattern", 1)) == ("batch", "head", "query", "key")
     assert lazy.nbytes == kept
