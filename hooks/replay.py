@@ -161,6 +161,7 @@ class BlockCall:
     repeated: bool = False
     writes: bool = True
     _inputs: list[Tensor] = dataclasses.field(default_factory=list)
+    _given: list[Tensor] = dataclasses.field(default_factory=list)
     _samples: Samples = dataclasses.field(default_factory=dict)
 
     def listen(self, session: Session, bound: Bound) -> None:
@@ -183,7 +184,6 @@ class BlockCall:
             return
         # The arguments are copied, because the block, a later block or the caller may write into
         # them.
-        self._given = []
         self._arguments = mapped((args, kwargs), self._stored)
         self._unwritten = _versions(self._inputs)
         self._before = _versions(self._given)
