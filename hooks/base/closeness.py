@@ -11,7 +11,7 @@ a limit that depends on the operations between them:
 | a few operations, some of them in float32 | 8 eps of float32 | the largest | `float32_rounding` |
 | a sum of a few terms, in the same order | 4 eps | the sum of all sizes | `sum_error` |
 | a norm, in a different way | 32 eps of float32, at least 4 eps | the largest | `norm_rounding` |
-| a block, with different kernels | 4 eps, at least 1e-5 | number + median | `are_reproduced` |
+| a block or embeddings, other kernels | 4 eps, at least 1e-5 | number + median | `are_reproduced` |
 | attention or an MLP of a block | 16 eps, at least 1e-5 | number + median | `are_reproduced` |
 | a module, with different kernels | 16 eps, or the caller's limit | the largest | `agree` |
 | a sum of many terms, in a different order | 1000 eps, at most 0.03 | the largest | `is_rounding` |
@@ -340,7 +340,7 @@ def module_rounding(dtype: torch.dtype) -> float:
 
 
 def block_rounding(*dtypes: torch.dtype) -> float:
-    """Return the limit of rounding for a block with different kernels in these dtypes.
+    """Return the limit of rounding for a block or embeddings, with other kernels.
 
     The limit for a number is this fraction of the number plus the median of all numbers.
     """

@@ -36,9 +36,11 @@ from hooks.base import (
     HALF,
     FakeTensor,
     Scoped,
+    TwoRuns,
     agree,
+    are_reproduced,
+    block_rounding,
     has_shards,
-    is_close,
     is_same,
     logits_rounding,
     padding_messages,
@@ -339,8 +341,8 @@ class PaddedPositions:
         # Compare the streams, because half precision may hide the vectors of positions in the
         # logits. A linear map of the embeddings rounds differently with fewer rows, so the
         # comparison has a tolerance.
-        is_equal = is_close if stream.dtype in HALF else agree
-        if not is_equal(late[:, 1:], stream):
+        streams = TwoRuns([late[:, 1:]], [stream], block_rounding(stream.dtype))
+        if are_reproduced([streams]) == [False]:
             return True
         padded = self._logits_alone(tokens, attention_mask=mask)[:, 1:]
         alone = self._logits_alone(tokens[:, 1:])

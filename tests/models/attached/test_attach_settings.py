@@ -300,18 +300,18 @@ def test_padding_on_the_left_counts_no_positions(kind):
             torch.testing.assert_close(swept.values[0, row], zeroed.values[0, 0])
 
 
-class Wide(nn.Embedding):
-    """Embeddings with a linear map to a smaller width.
+class Mapped(nn.Embedding):
+    """Embeddings that round differently if they read another number of columns.
 
-    The map rounds differently if it reads fewer rows, because PyTorch then uses another kernel.
+    Some processors round a linear map of embeddings in this way, because PyTorch uses another
+    kernel for fewer rows. Here the last bit of every third number differs on every processor.
     """
 
-    def __init__(self, vocab, width, narrow):
-        super().__init__(vocab, width)
-        self.narrow = nn.Linear(width, narrow)
-
     def forward(self, tokens):
-        return self.narrow(super().forward(tokens))
+        values = super().forward(tokens)
+        if tokens.shape[1] % 2:
+            values[..., ::3] *= 1 + torch.finfo(values.dtype).eps
+        return values
 
 
 @torch.no_grad()
@@ -320,12 +320,10 @@ def test_padding_on_the_left_of_a_model_that_maps_its_embeddings(dtype):
     torch.manual_seed(0)
     config = transformers.BloomConfig(vocab_size=23, hidden_size=128, n_layer=2, n_head=4)
     model = transformers.BloomForCausalLM(config).eval()
-    model.transformer.word_embeddings = Wide(23, 300, 128).eval()
-    embedding = model.transformer.word_embeddings
-    few, many = (embedding(tokens) for tokens in (TOKENS[:, 1:].contiguous(), TOKENS))
-    # With fewer rows, the values are really rounded differently.
-    assert not torch.equal(few, many[:, 1:])
+    embedding = model.transformer.word_embeddings = Mapped(23, 128)
     model.to(dtype)
+    # With fewer columns, the values are rounded differently.
+    assert not torch.equal(embedding(TOKENS[:, 1:]), embedding(TOKENS)[:, 1:])
     alone = [
         model(row[mask][None], use_cache=False).logits[0]
         for row, mask in zip(TOKENS, PADDED.bool(), strict=True)
@@ -334,6 +332,27 @@ def test_padding_on_the_left_of_a_model_that_maps_its_embeddings(dtype):
         logits = model(TOKENS, attention_mask=PADDED, use_cache=False).logits
     for row, mask, expected in zip(logits, PADDED.bool(), alone, strict=True):
         attachable.agree(row[mask], expected, tolerance=0.05 if dtype == torch.bfloat16 else 1e-5)
+
+
+class Counted(nn.Embedding):
+    """Embeddings with a small vector for each column, which padding moves to another token."""
+
+    def forward(self, tokens):
+        columns = torch.arange(tokens.shape[1])[:, None].to(self.weight.dtype)
+        return super().forward(tokens) + 0.1 * torch.sin(columns + torch.arange(128))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padding_on_the_left_of_a_model_that_adds_a_vector_for_each_column_is_an_error(dtype):
+    """In bfloat16, the vectors change the logits by less than the rounding of a run."""
+    torch.manual_seed(0)
+    config = transformers.BloomConfig(vocab_size=23, hidden_size=128, n_layer=2, n_head=4)
+    model = transformers.BloomForCausalLM(config).eval()
+    model.transformer.word_embeddings = Counted(23, 128)
+    model.to(dtype)
+    with attach(model), pytest.raises(ValueError, match="must be padded on the right"):
+        model(TOKENS, attention_mask=PADDED, use_cache=False)
 
 
 @torch.no_grad()
