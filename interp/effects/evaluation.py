@@ -61,8 +61,9 @@ def faithfulness(
     >>> scores = edge_attribution(model, Pairs("def __ini", "def __nam", ("t", "e")))
     >>> circuit = circuits.greedy(Graph(model), scores, 20)  # 20 of 479 edges
     >>> other_pairs = Pairs("    def __ini", "    def __nam", ("t", "e"))
-    >>> faithfulness(model, other_pairs, circuit).mean()  # the circuit, random edges
-    tensor([0.7969, 0.0000])
+    >>> shares = faithfulness(model, other_pairs, circuit).mean()
+    >>> [round(share, 3) for share in shares.tolist()]  # the circuit, random edges
+    [0.797, 0.0]
     """
     runs = CircuitRuns(model, pairs, circuit, source=source, max_bytes=max_bytes)
     random_circuit = random(circuit.graph, len(circuit), seed)
