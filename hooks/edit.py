@@ -80,8 +80,7 @@ class EditedPoint:
             if torch.compiler.is_compiling():
                 changed = hook(new, self.point)
             else:
-                with number_of_call.set(call):
-                    changed = hooks_disabled(hook, new, self.point)
+                changed = self._changed(hook, new, call)
             # If the hook returned None, its copy is the result and is checked too, because the hook
             # may have reshaped it in place.
             new = new if changed is None else changed
@@ -96,6 +95,25 @@ class EditedPoint:
             # The hook may have stored its result, and the next hook or the model may write into it.
             new = new.clone()
         return new
+
+    def _changed(self, hook: Hook, value: Tensor, call: int | None) -> Tensor | None:
+        """Return the result of a hook, which runs while no hooks act.
+
+        An error of the hook gets a note with the name of the point. Errors of this package have no
+        note, because their messages name the point.
+
+        Args:
+            hook: the hook.
+            value: the value for the hook.
+            call: the number of the call of the module, if known.
+        """
+        try:
+            with number_of_call.set(call):
+                return hooks_disabled(hook, value, self.point)
+        except Exception as error:
+            if not isinstance(error, HookError):
+                error.add_note(f"this error was raised in a hook at {self.point}")
+            raise
 
 
 class HookContext:

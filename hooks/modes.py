@@ -112,7 +112,10 @@ class Options:
         if self.pos is not None:
             pos = Selection(self.pos)
             if pos.is_one:
-                raise TypeError(f"pos must be a slice, list or mask; got {pos}")
+                raise TypeError(
+                    f"pos must be a slice, list or mask; got {pos} (write pos=[{pos}] for one "
+                    "position)"
+                )
             object.__setattr__(self, "pos", pos)
         kinds = (torch.dtype, type(None))
         require_kind("dtype", self.dtype, kinds, words="a dtype of PyTorch, such as torch.float16")

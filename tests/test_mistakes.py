@@ -435,6 +435,11 @@ load_sae('x', release='y')                                      | TypeError | re
 spliced(sae, model)                                             | TypeError | dictionaries must be a Dictionary; got a Transformer
 spliced(model, {2: sae})                                        | TypeError | the point of a dictionary must be a name; got 2
 directions.probe(model, [TEXT, 'x'], [1, 0])                    | ValueError | got labels: pass the texts of each kind
+directions.probe(eye, eye[0])                                   | TypeError | model must be .*Module; got a .*tensor
+directions.probe(model, [TEXT])                                 | ValueError | no= .* or, for one store, labels= must
+activation_patching()                                           | TypeError | model, pairs, site='resid_pre', over=None, \*
+models.attach(nn.Linear(3, 3))                                  | ValueError | example={'input': tensor}
+runner.run_with_cache(TEXT, pos=500)                            | TypeError | pos=.500. for one position
 directions.probe(model, [TEXT], ['x'], layer=2)                 | TypeError | layer=; name the layer in site=
 directions.difference_of_means(model, [TEXT], ['x'], pos='first') | UnknownNameError | 'first': they have no spans
 directions.steering_curve(model, Direction({'blocks.2.resid_post': torch.ones(128)}), [TEXT], 1.0, log_prob('a')) | TypeError | strengths must be a list of numbers; got 1.0

@@ -122,13 +122,25 @@ def _advice(name: str, signature: inspect.Signature, args: Any, reason: str) -> 
 
 
 def _as_written(signature: inspect.Signature) -> list[str]:
-    """Return the names of parameters, with `*` before the first keyword-only parameter."""
-    names = []
+    """Return parameters as a call or a signature shows them.
+
+    `*` is before the first keyword-only parameter. An optional parameter has its default, or `...`
+    if the default is not a number, a text or None.
+
+    >>> _as_written(inspect.signature(lambda x, head=3, *, scales=(1.0, 2.0): x))
+    ['x', 'head=3', '*', 'scales=...']
+    """
+    written = []
     for parameter in signature.parameters.values():
         if parameter.name == "self":
             continue
-        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in names:
-            names.append("*")
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in written:
+            written.append("*")
         is_open = parameter.kind is parameter.VAR_KEYWORD
-        names.append(f"**{parameter.name}" if is_open else parameter.name)
-    return names
+        name = f"**{parameter.name}" if is_open else parameter.name
+        default = parameter.default
+        if default is not parameter.empty:
+            is_short = type(default) in (bool, int, float, str, type(None))
+            name += f"={default!r}" if is_short else "=..."
+        written.append(name)
+    return written

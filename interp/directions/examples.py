@@ -9,7 +9,16 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, SelectionError
-from hooks.base import Index, Selection, Text, Texts, is_rounding, named_spans, require_kind
+from hooks.base import (
+    Index,
+    Selection,
+    Text,
+    Texts,
+    is_rounding,
+    named_spans,
+    require_kind,
+    require_module,
+)
 from hooks.shared import names_by_layer
 from interp.directions.stored import (
     Labels,
@@ -85,36 +94,41 @@ def _kinds_of(
     """Return the texts of both kinds. A store is replaced by its texts of each kind.
 
     Raises:
+        TypeError: if the model is not a module.
         ValueError: if neither `no` nor labels are given, if only one kind is a store, or if labels
             do not fit the store.
         CacheError: if a store is from another model or incomplete.
     """
+    require_module(model)
     stores = [kind for kind in (yes, no) if isinstance(kind, Activations)]
     for store in stores:
         store.require_weights_of(model)
     if labels is not None:
         if not isinstance(yes, Activations):
             raise ValueError(
-                f"yes must be a store with labels=; got a {type(yes).__name__}: pass the two "
-                "kinds as yes and no"
+                f"yes= must be a store with labels=; got a {type(yes).__name__}: pass the two "
+                "kinds as yes= and no="
             )
         if no is not None:
             raise ValueError(
-                "no must be omitted with labels=, because one store has both kinds; got a "
+                "no= must be omitted with labels=, because one store has both kinds; got a "
                 f"{type(no).__name__} (a site is passed as site=)"
             )
         return by_label(yes, labels)
     if isinstance(no, list | tuple) and no and {*map(str, no)} <= {"0", "1", "True", "False"}:
         raise ValueError(
-            "no must be texts of the other kind; got labels: pass the texts of each kind as yes "
-            "and no (labels= are for one store)"
+            "no= must be texts of the other kind; got labels: pass the texts of each kind as yes= "
+            "and no= (labels= is for one store)"
         )
     if no is None:
-        raise ValueError("no must be given, or labels= for the texts of one store; got neither")
+        raise ValueError(
+            "no= (the texts of the other kind) or, for one store, labels= must be given; "
+            "got neither"
+        )
     if len(stores) == 1:
         others = no if isinstance(yes, Activations) else yes
         raise ValueError(
-            "yes and no must be two stores or two lists of texts; "
+            "yes= and no= must be two stores or two lists of texts; "
             f"got a store and a {type(others).__name__}"
         )
     if isinstance(yes, Activations) and isinstance(no, Activations):

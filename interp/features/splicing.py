@@ -151,6 +151,12 @@ class _Splicing(AbstractContextManager[HookedRunner]):
     def __exit__(self, *error: Any) -> bool | None:
         return self._opened.__exit__(*error)
 
+    def __repr__(self) -> str:
+        return (
+            "splice(...), which acts only in a `with` statement: "
+            "with splice(model, dictionary) as runner: ..."
+        )
+
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
             f"splice must be used in a `with` statement; got .{name} without it (with "

@@ -253,12 +253,12 @@ def examples_of(model: nn.Module, example: Any) -> list[ExampleArguments]:
     default = _example_of(model)
     from_user = None if example is None else _example_of(model, example)
     if default is None and from_user is None:
-        reads = ", ".join(parameters_of(model)[:3])
-        lacks = "" if table_of(model) is not None else " without an nn.Embedding of tokens"
-        kind = type(model).__name__
+        names = parameters_of(model)[:3] or ["input"]
+        lacks = "no nn.Embedding of tokens" if table_of(model) is None else "no argument input_ids"
         raise ValueError(
-            f"attach needs example=, the arguments of a run, for a {kind}{lacks}, which reads "
-            f"{reads}"
+            f"attach needs example=, because {type(model).__name__} has {lacks}. Give the "
+            f"arguments of one run, such as example={{{names[0]!r}: tensor}} (its forward reads "
+            f"{', '.join(names)})"
         )
     if from_user is None or default is None or is_encoder_decoder(model):
         return [run for run in (from_user, default) if run][:1]
@@ -364,8 +364,8 @@ def tokens_for(model: Any) -> Tensor:
     """
     if (weight := table_of(model)) is None:
         raise ValueError(
-            f"attach needs example=, the input of a run, for a {type(model).__name__} without an "
-            "nn.Embedding"
+            f"attach needs example=, because {type(model).__name__} has no nn.Embedding of tokens. "
+            "Give the arguments of one run"
         )
     # A weight on `meta` is stored elsewhere until it is needed. The code that loads it also moves
     # the tokens to its device.

@@ -267,6 +267,33 @@ def test_hooks_are_removed_after_an_exception_and_the_users_own_stay(model, runn
     assert len(calls) == 2
 
 
+def test_an_error_of_a_hook_has_a_note_with_its_point(runner, tokens):
+    def broken(value, point):
+        return value[99]
+
+    with pytest.raises(IndexError) as caught:
+        runner.run_with_hooks(tokens, hooks={"blocks.1.mlp_out": broken})
+    [note] = caught.value.__notes__
+    assert "blocks.1.mlp_out [batch pos d_model]" in note
+    backward = {"blocks.0.attn.z": broken}
+    with pytest.raises(IndexError) as caught, runner.hooks({}, backward=backward):
+        runner.model(tokens).sum().backward()
+    assert "blocks.0.attn.z" in caught.value.__notes__[0]
+
+    def refused(value, point):
+        raise errors.EditError(f"not at {point}")
+
+    # Errors of this package name the point already.
+    with pytest.raises(errors.EditError) as caught:
+        runner.run_with_hooks(tokens, hooks={"blocks.1.mlp_out": refused})
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_one_position_is_a_list_of_one(runner, tokens):
+    with pytest.raises(TypeError, match=r"pos=\[5\]"):
+        runner.run_with_cache(tokens, pos=5)
+
+
 def test_an_argument_named_like_a_part_of_the_options_is_the_models():
     model = nn.Sequential(nn.Identity()).eval()
     model.forward = lambda x, placement: model[0](x * placement)

@@ -192,8 +192,8 @@ def test_stores_that_do_not_fit_are_refused(model, tmp_path):
         "labels must be one for each of 24": {"labels": labels[:-1]},
         "got 2": {"labels": [2, *labels[1:]]},
         "two kinds": {"labels": [True] * 24},
-        "no must be omitted": {"labels": labels, "no": store},
-        "no must be given": {},
+        "no= must be omitted": {"labels": labels, "no": store},
+        "no= .* or, for one store, labels= must be given": {},
         "two stores or two lists of texts": {"no": NO},
     }
     for match, options in wrong.items():

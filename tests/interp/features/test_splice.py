@@ -413,6 +413,8 @@ def test_attention_that_an_attached_model_computes_unseen_is_seen():
 def test_a_splice_outside_a_with_statement_says_how_to_use_it(model):
     with pytest.raises(AttributeError, match=r"`with`.*as runner: runner.run_with_cache"):
         splice(model, {"blocks.1.resid_post": dictionary()}).run_with_cache(TOKENS)
+    printed = repr(splice(model, {"blocks.1.resid_post": dictionary()}))
+    assert "with splice(model, dictionary) as runner" in printed
 
 
 def test_earlier_hooks_see_the_spliced_value(model):

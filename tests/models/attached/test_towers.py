@@ -432,8 +432,10 @@ def test_missing_points_have_reasons():
     with pytest.raises(ValueError, match=r"use example= for other arguments"):
         attach(model, example={"pixel_values": torch.zeros(2, 2)})
     vit = made(seeing.vit)[0]
-    with pytest.raises(ValueError, match="attach needs example="):
+    with pytest.raises(ValueError, match=r"example={'pixel_values': tensor}"):
         attach(vit)
+    with pytest.raises(ValueError, match=r"Linear has no nn.Embedding .*example={'input': tensor}"):
+        attach(nn.Linear(3, 3))
     with attach(vit, example=seeing.vit()[1]):
         for step in ("run_block", "context", "input_resid"):
             with pytest.raises(TypeError, match="no blocks of a text alone"):
