@@ -1,5 +1,6 @@
 """Entries of a result: labels, a mean effect and its interval."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -59,7 +60,12 @@ class Entry(NamedTuple):
 
 
 class Entries(tuple[Entry, ...]):
-    """Entries of a result, which are printed one per line."""
+    """Entries of a result, which are printed one per line.
+
+    >>> Entries([Entry({"head": 3}, 0.5, 0.1, 0.9), Entry({"head": 10}, *[math.nan] * 3)])
+    head 3   +0.5  [+0.1, +0.9]
+    head 10  NaN, not ranked
+    """
 
     __slots__ = ()
 
@@ -68,7 +74,9 @@ class Entries(tuple[Entry, ...]):
         lines = []
         for entry in self:
             line = f"{entry.name:<{width}}  "
-            if entry.is_rounding and entry.effect != 0:
+            if math.isnan(entry.effect):
+                line += "NaN, not ranked"
+            elif entry.is_rounding and entry.effect != 0:
                 line += "0 up to rounding"
             else:
                 line += f"{entry.effect:+.4g}"

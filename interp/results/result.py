@@ -582,7 +582,8 @@ class Result(plots.Shown):
     def top(self, k: int = 10) -> Entries:
         """Return the `k` places with the largest absolute mean effects, with their 95% intervals.
 
-        Places that exist in no example are left out.
+        Places that exist in no example are left out. Places whose mean is NaN come last, and are
+        printed as `NaN, not ranked`.
 
         Args:
             k: the number of places. Default: 10.

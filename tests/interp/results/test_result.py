@@ -257,6 +257,10 @@ def test_nothing_is_divided_if_base_and_target_are_equal(result):
         same = replace(result, target=target).normalized()
     assert same.mean().isnan().all()
     assert same.interval().high.isnan().all()
+    # No place is larger than another.
+    assert [line.endswith("NaN, not ranked") for line in repr(same.top(2)).splitlines()] == [
+        True
+    ] * 2
 
 
 def test_parts_by_label(result):
@@ -318,7 +322,7 @@ def test_a_place_with_nan_has_no_mean(result):
     low, high = result.interval()
     for found in (result.mean(), low, high):
         assert found.isnan().flatten().tolist() == [False, True, False, False, False, False]
-    assert "layer 4, head 1  +nan" in repr(result.top())
+    assert repr(result.top()).splitlines()[-1] == "layer 4, head 1  NaN, not ranked"
 
 
 def test_a_result_prints_its_axes_and_largest_effects(result):
