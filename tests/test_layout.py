@@ -16,6 +16,9 @@ import jaxtyping
 import pytest
 import torch
 
+import hooks
+from tests.faces import FACES
+
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {"hooks": {"hooks"}, "models": {"hooks", "models"}, "interp": {"hooks", "interp"}}
 MODULES = [path for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]
@@ -67,7 +70,7 @@ def test_imports_go_one_way():
         assert not is_base or {tuple(name[:2]) for name in ours} <= {("hooks", "base")}, path
         # From outside, only the face of a package (its __init__.py) may be imported.
         if package != "hooks":
-            faces = {*PUBLIC["hooks"].split(), "base", "shared", "__version__"}
+            faces = {*hooks.__all__, "base", "shared", "__version__"}
             seen = {name[1] for name in ours if name[0] == "hooks" and len(name) > 1}
             assert seen <= faces, path
 
@@ -308,37 +311,6 @@ def test_no_file_that_is_read_runs_code():
                 assert value in safe, f"{argument} of {name} in {place}: {value}"
 
 
-PUBLIC = {
-    "hooks": """ActivationCache CacheError ContextError EditError EditedPoint FusedUnlessHooked Hook HookContext
-        HookError HookHandle HookPoint HookPoints HookedRunner Hooks Identity MemoryLimitError Mode ModeError
-        NeverFiredError Options Plan Planned Point Receipt Receipts SelectionError Selector UnknownNameError index_by_axis
-        start_of_piece token_mask position_offset""",
-    "models": """Attached Attention Batches Block CharTokenizer ChatTemplate Context Evaluation GatedMLP KVCache LayerNorm MLP
-        RMSNorm RotaryBase RotaryScaling Sampling Step Tokenizer TrainingConfig TrainingResult
-        Transformer TransformerConfig VerificationError attach list_configs build list_models causal_mask
-        center chat config_of detach evaluate fold_norms from_hf from_transformer_lens generate generate_text load load_tokenizer
-        next_token_loss register row_generator sample_batch save scaled_dot_product_attention train_test_split
-        generate_steps train skip_token_checks verify""",
-    "interp": """Circuit Claim as_json FactoredMatrix JacobianLens LanguageModel Metric Pairs Result Steps suppressed receiver_heads resampled
-        TunedLens accumulated_logits accuracy activation_patching apply_norm
-        acdc attribution_graph attribution_patching circuit_auroc circuits compare_effects compare_models completeness composition_scores
-        copying_scores cross_entropy circuit_curve decompose direct_logit_attribution
-        edge_attribution edge_patching edits evaluate_sae expert_load faithfulness features full_circuits graph head_scores hooks_name
-        integrated_gradients jacobian_lens kl_divergence load_crosscoder load_sae load_transcoders log_prob logit_diff logit_lens
-        max_activating measure minimality node_effects over_examples ov_circuit path_patching plots positional_scores qk_circuit
-        rank repeated_tokens residual_stream run_circuit run_with_cache singular_tokens
-        svd_spectra spectral splice svd_targets sweep token_directions top_attributions attribution_graphs tuned_lens attention_attribution
-        patch_top_k without_adapter""",
-}
-
-
-@pytest.mark.parametrize("package", PUBLIC)
-def test_public_names_are_pinned(package):
-    module = __import__(package)
-    assert sorted(module.__all__) == sorted(PUBLIC[package].split())
-    assert all(hasattr(module, name) for name in module.__all__)
-
-
 def test_the_face_of_base_has_the_names_that_other_packages_use():
     used = set()
     for path in MODULES:
@@ -375,10 +347,6 @@ def test_old_names_in_the_list_of_changes_lead_to_the_new_ones():
             exec(f"from {package} import {old}")
 
 
-FACES = """interp.directions interp.diffing interp.alignment interp.claims interp.store interp.features
-    interp.edits interp.plots interp.spectral interp.graph.circuits interp.attribution_graphs"""
-
-
 def public_objects(module):
     """Yield the name and the value of each public function and class of a module."""
     package = importlib.import_module(module)
@@ -388,7 +356,7 @@ def public_objects(module):
             yield name, value
 
 
-@pytest.mark.parametrize("module", [*PUBLIC, *FACES.split()])
+@pytest.mark.parametrize("module", FACES)
 def test_help_shows_an_example_and_the_result(module):
     for name, value in public_objects(module):
         shown = inspect.getdoc(value) or ""
@@ -400,7 +368,7 @@ def test_help_shows_an_example_and_the_result(module):
 def test_the_reference_page_lists_every_public_name():
     page = (ROOT / "examples" / "guides" / "reference.md").read_text()
     sections = dict(section.split("\n", 1) for section in page.split("\n## ")[1:])
-    assert sections.keys() == {*PUBLIC, *FACES.split(), "interp.graph"}
+    assert sections.keys() == {*FACES, "interp.graph"}
     for module, section in sections.items():
         names = sorted(re.findall("`(\\w+)`", section))
         assert names == sorted(importlib.import_module(module).__all__), module
@@ -419,7 +387,7 @@ def methods_of(kind):
             yield name, function
 
 
-@pytest.mark.parametrize("module", [*PUBLIC, *FACES.split()])
+@pytest.mark.parametrize("module", FACES)
 def test_help_explains_several_arguments(module):
     for name, value in public_objects(module):
         functions = methods_of(value) if inspect.isclass(value) else [("", inspect.unwrap(value))]
@@ -430,7 +398,7 @@ def test_help_explains_several_arguments(module):
             assert n_arguments < 2 or is_explained, f"{name}.{method}"
 
 
-@pytest.mark.parametrize("module", [*PUBLIC, *FACES.split()])
+@pytest.mark.parametrize("module", FACES)
 def test_help_begins_with_a_signature_that_a_person_can_read(module):
     for name, value in public_objects(module):
         try:
