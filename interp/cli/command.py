@@ -7,15 +7,18 @@ The commands are `report`, `points`, `lens`, `patch`, `features`, `trace`, `gene
 import argparse
 import contextlib
 import io
+import itertools
 import platform
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module, metadata
+from typing import Any
 
 import torch
 
 from hooks import HookError, __version__
-from hooks.base import strict_json
+from hooks.base import strict_json, unknown_name
 from interp.cli.common import OPTIONS, add_options, require_one_format
 from interp.json_form import form
 from interp.shadowed import require_own
@@ -31,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    parser = _parser()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser, commands = _parsers()
+    _require_known_options(arguments, parser, commands)
     options = parser.parse_args(arguments)
     if options.version:
         print(_versions(options.json))
@@ -55,16 +60,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status or 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser of the command line, and the parser of each command by its name."""
     parser = argparse.ArgumentParser(prog="hookscope", description="Looks inside a language model.")
     parser.add_argument(
         "--version", action="store_true", help="show the versions that a report of an error needs"
     )
     parser.add_argument("--json", action="store_true", help="show them as JSON")
-    commands = parser.add_subparsers(metavar="command", dest="command")
+    subparsers = parser.add_subparsers(metavar="command", dest="command")
+    commands = {}
     for name, about in OPTIONS["commands"].items():
-        command = commands.add_parser(
+        command = subparsers.add_parser(
             name,
             help=about["help"],
             description=about["description"],
@@ -74,10 +80,53 @@ def _parser() -> argparse.ArgumentParser:
             text = command.add_mutually_exclusive_group(required=True)
             text.add_argument("--prompt", metavar="TEXT", help=about["text"])
             add_options(text, OPTIONS["text"])
-        of_results = OPTIONS["result"] if "prints_result" in about else {}
-        for table in (about["options"], OPTIONS["model"], of_results):
+        for table in _tables_of(name):
             add_options(command, table)
-    return parser
+        commands[name] = command
+    return parser, commands
+
+
+def _tables_of(command: str) -> list[Mapping[str, Any]]:
+    """Return the tables with the options of a command, except the options of its text."""
+    about = OPTIONS["commands"][command]
+    of_results = OPTIONS["result"] if "prints_result" in about else {}
+    return [about["options"], OPTIONS["model"], of_results]
+
+
+def _require_known_options(
+    arguments: Sequence[str],
+    parser: argparse.ArgumentParser,
+    commands: Mapping[str, argparse.ArgumentParser],
+) -> None:
+    """Check that all options exist.
+
+    `argparse` reports missing options first. It would not say that a misspelt option is unknown.
+
+    Args:
+        arguments: the arguments of the command line.
+        parser: the parser of the command line.
+        commands: the parser of each command.
+
+    Raises:
+        SystemExit: if an option is unknown, with status 2. The error names close matches.
+    """
+    known = ["-h", "--help", "--version", "--json"]
+    what = "option"
+    before = ""
+    for argument in itertools.takewhile(lambda part: part != "--", arguments):
+        name = argument.partition("=")[0]
+        if name in commands and what == "option":
+            parser = commands[name]
+            what = f"option of hookscope {name}"
+            of_text = ["--prompt", *OPTIONS["text"]] if "text" in OPTIONS["commands"][name] else []
+            known = ["-h", "--help", *of_text, *itertools.chain.from_iterable(_tables_of(name))]
+        # `argparse` accepts the first letters of an option. After an option, it reads a text with a
+        # space as the value of the option, even if the text begins with `-`.
+        is_value = " " in name or (" " in argument and before.startswith("-"))
+        is_option = re.match("--?[a-zA-Z]", name) is not None and not is_value
+        if is_option and not any(option.startswith(name) for option in known):
+            parser.error(str(unknown_name(name, known, what)))
+        before = argument
 
 
 def _versions(as_json: bool) -> str:

@@ -53,6 +53,38 @@ def refused(capsys, *arguments):
     return err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("lens --promt x", "option of hookscope lens is named '--promt'; close matches: --prompt"),
+        ("lens --promt=x", "'--promt'; close matches: --prompt"),
+        ("lens --prompt x --topp 3", "'--topp'; close matches: --top"),
+        ("lens --promt='def f(x):'", "'--promt'; close matches: --prompt"),
+        ("verify --seed 3", "required: CLAIM"),
+        ("points --top 3", "option of hookscope points is named '--top'"),
+        ("--verison", "no option is named '--verison'; close matches: --version"),
+        ("lens -prompt x", "'-prompt'; close matches: --prompt"),
+        # These arguments are no options.
+        ("lens -- --promt", "--prompt --text-file is required"),
+        ("lens --top -3", "--prompt --text-file is required"),
+        ("lens '--promt is a text'", "--prompt --text-file is required"),
+    ],
+)
+def test_an_unknown_option_is_named_with_close_matches(capsys, arguments, error):
+    with pytest.raises(SystemExit) as caught:
+        main(shlex.split(arguments))
+    assert caught.value.code == 2
+    assert error in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_text_with_the_name_of_a_command_is_a_text(capsys):
+    printed(capsys, "lens", "--prompt", "report", "--top", "1")
+
+
+def test_a_text_may_look_like_an_option(capsys):
+    printed(capsys, "lens", "--prompt", "--x=def f(x):", "--top", "1")
+
+
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "name", ["points", "lens", "patch", "features", "trace", "generate", "harvest", "report"]
