@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from interp.cli.command import main
 from tests.stored_outputs import assert_same, build
 
 ROOT = Path(__file__).parent.parent
@@ -56,6 +57,15 @@ def test_one_address_is_everywhere():
                 assert address.startswith(tuple(allowed)), (path, address)
                 seen += 1
     assert seen > 20
+
+
+def test_the_readme_lists_the_commands_of_the_command_line(capsys):
+    listed = README.partition("## Command line")[2].partition("--help")[0]
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    commands = re.findall(r"(?m)^    ([a-z]+) ", capsys.readouterr().out)
+    assert re.findall(r"`(?:hookscope )?([a-z]+)`", listed) == commands
+    assert len(commands) > 8
 
 
 def test_the_code_is_the_quickstart_example():
