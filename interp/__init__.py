@@ -22,6 +22,8 @@ from interp import shadowed as _shadowed
 
 def _modules() -> dict[str, str]:
     """Return the module of each public name, from the imports in `__init__.pyi`."""
+    # The stub is always there: the wheel contains all files of the package, such as this stub and
+    # the tables in JSON. A tool that packs a program into one file must include them as data.
     stub = _Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
     modules = {}
     for statement in _ast.parse(stub).body:
