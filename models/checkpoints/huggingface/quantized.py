@@ -5,10 +5,10 @@
    for each block of rows and columns, or one scale for the whole weight.
 3. The weight of the model is the tensor times its scales (`dequantized`).
 4. Libraries store the other forms as packed integers. `transformers` loads these forms with the
-   library that wrote them (`require_fp8`, `require_plain`).
+   library that wrote them (`require_fp8`, `with_plain_weights`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,18 +61,24 @@ def require_fp8(quantization: Mapping[str, Any], directory: Path) -> None:
     )
 
 
-def require_plain(described: Mapping[str, Any]) -> None:
-    """Check that a model in memory is not quantized.
+def with_plain_weights(described: Mapping[str, Any], weights: Iterable[Tensor]) -> dict[str, Any]:
+    """Return the config of a model in memory without the form of its file, if weights are plain.
+
+    `transformers` unpacks the weights of a GGUF file, but the config still names the form.
 
     Args:
-        described: the content of its config.
+        described: the content of the config.
+        weights: the parameters of the model.
 
     Raises:
-        ValueError: if it is quantized; the error says how to load it with plain weights.
+        ValueError: if the weights are quantized; the error says how to load them as plain weights.
     """
+    plain = {name: value for name, value in described.items() if name != KEY}
     if not described.get(KEY):
-        return
+        return plain
     form = _form(described[KEY])
+    if form == "gguf" and all(weight.is_floating_point() for weight in weights):
+        return plain
     way = "load it without quantization"
     if form in _DEQUANTIZED_BY:
         way = f"load it with {KEY}={_DEQUANTIZED_BY[form]}(dequantize=True)"

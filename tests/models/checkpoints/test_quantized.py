@@ -173,6 +173,18 @@ def test_weights_of_a_quantized_model_in_memory_are_not_read():
         from_hf(model)
 
 
+def test_weights_that_transformers_has_unpacked_from_a_gguf_file_are_read():
+    """The config still names the form of the file."""
+    model = llama()
+    model.config.quantization_config = dict(quant_method="gguf")
+    model.config._model_name_or_path, model.config.unk_token_id = "a name in the file", 3
+    torch.testing.assert_close(from_hf(model)(TOKENS), model(TOKENS).logits)
+    packed = torch.ones(7, 5, dtype=torch.uint8)
+    model.model.embed_tokens.weight = torch.nn.Parameter(packed, requires_grad=False)
+    with pytest.raises(ValueError, match="must not be quantized if they are read; got gguf"):
+        from_hf(model)
+
+
 # The numbers of four bits, in the order of their codes (OCP Microscaling, E2M1).
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
