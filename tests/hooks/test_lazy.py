@@ -267,7 +267,7 @@ def test_a_model_that_changed_since_is_an_error(model, runner, tokens, change):
     with torch.no_grad():
         CHANGES[change](model.blocks[1])
     if change in AFTER_ATTENTION:
-        torch.testing.assert_close(lazy["z", 1], eager["z", 1], atol=1e-6, rtol=0)
+        torch.testing.assert_close(lazy["z", 1], eager["z", 1], atol=1e-5, rtol=0)
     for name in ["resid_post", "mlp.post"] + ["z"] * (change not in AFTER_ATTENTION):
         with pytest.raises(CacheError, match="blocks.1"):
             lazy[name, 1]
