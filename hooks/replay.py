@@ -342,7 +342,11 @@ class BlockCall:
         return samples
 
     def _may_end_after(self, part: nn.Module) -> bool:
-        """Return whether a sample of a part of the block is known from the first run."""
+        """Return whether a run of the block may end as soon as a part of it has run.
+
+        The part must be smaller than the block, and the first run must have stored a sample of the
+        output of the part, because the new output is compared with this sample.
+        """
         return part is not self.block and bool(self._samples[part])
 
 

@@ -39,13 +39,17 @@ class Sizes(Protocol):
 
 @runtime_checkable
 class Adapter(Protocol):
-    """The output map of a sublayer as a map with an adapter, which adds a term to its output."""
+    """The output map of attention or of an MLP with an adapter, such as a LoRA adapter.
+
+    The output of the map is the sum of two terms: `x @ weight + bias` with the weights of the base
+    model, and the term of the adapter. The methods return the two terms separately.
+    """
 
     def base(self) -> tuple[Float[Tensor, "d_in d_model"], Float[Tensor, " d_model"]]:
-        """Return the weight and the bias of the map without the adapter: `x @ weight + bias`."""
+        """Return the weight and the bias of the base model, without the adapter."""
 
     def share(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_model"]:
-        """Return the term that the adapter adds to the output, for some inputs of the map."""
+        """Return the term of the adapter for inputs `x` of the map."""
 
 
 class LanguageModel(Protocol):

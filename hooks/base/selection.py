@@ -216,7 +216,11 @@ class Selection:
 
     @property
     def parts(self) -> list[Any]:
-        """The index of each example, or one index for all examples."""
+        """The places along the axis in each example, as a list with one entry for each example.
+
+        An entry is an integer, a slice, a list or an `all_but`. If all examples have the same
+        places, the list has only one entry.
+        """
         return self.index if self.is_by_example else [self.index]
 
     def rows(

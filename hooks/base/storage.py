@@ -461,9 +461,13 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def checksums(tensors: Mapping[str, Tensor], text: str = "") -> str:
-    """Return the checksums of tensors and of a text, by name, as JSON.
+    """Return a JSON object with the checksum of each tensor, by its name, and of a text.
 
-    The name of the text is empty, which no tensor's name is.
+    The key of the text is `""`. No tensor has an empty name.
+
+    Args:
+        tensors: the tensors by name.
+        text: the text.
     """
     return _summed(checksums_of(tensors), text)
 

@@ -234,12 +234,17 @@ class Descent:
         W_dec: Float[Tensor, "feature d_model"],
         directions: Float[Tensor, "pos target d_model"],
     ) -> None:
-        """Add the effects of the features of a layer, through one of their decoders.
+        """Add the effects of features on the targets, through one decoder, to the rows.
+
+        A feature of a cross-layer transcoder has a decoder for each layer that it writes to, and
+        this method is called for each of them. The effect is the activation of the feature times
+        the product of its decoder vector and the direction of a target.
 
         Args:
-            layer: the layer of the features.
+            layer: the layer whose MLP input the features read.
             W_dec: the decoder.
-            directions: the directions at the place that the decoder writes.
+            directions: for each target, the direction in the output of the MLP that the decoder
+                writes to.
         """
         run = self._run
         padded = run.padded_features(layer, self._stop)

@@ -30,14 +30,17 @@ class FrozenReading(NamedTuple):
 
 
 class LinearReads(NamedTuple):
-    """Linear functions `direction · value + offset` of a value of the run.
+    """Several linear functions of one value of the run, such as the encoders of a transcoder.
+
+    Each function reads the value at one position: `direction · value[pos] + offset`.
 
     Attributes:
-        reading: the value, and its norm.
-        stage: the place of the value among the sublayers; see `Targets`.
-        pos: the position of the value that each function reads.
+        reading: the value that all functions read, with the norm whose output it is.
+        stage: the number of sublayers below the value, where each block counts as two sublayers;
+            see `Targets`.
+        pos: the position that each function reads.
         direction: the direction of each function.
-        offset: the offset of each function.
+        offset: the constant that each function adds.
     """
 
     reading: FrozenReading

@@ -107,7 +107,11 @@ class CircuitContent(Content):
 
     @without_gradients
     def tests(self, trial: Trial) -> list[Test]:
-        """Return the tests of the circuit."""
+        """Return the results of all tests that the module's docstring lists.
+
+        If the metric has the same mean on the clean and the corrupted texts of the fresh pairs,
+        there is no behaviour to keep. The result is then the failed test of the behaviour alone.
+        """
         graph = Graph(trial.model, self.split_embeddings)
         circuit = Circuit(graph, self.edges)
         if trial.behaviour.is_zero:

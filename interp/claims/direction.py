@@ -101,7 +101,7 @@ class DirectionContent(Content):
 
     @without_gradients
     def tests(self, trial: Trial) -> list[Test]:
-        """Return the tests of the direction."""
+        """Return the results of all tests that the module's docstring lists."""
         own = self._direction(trial.model)
         runs = Runs(trial.model, trial.fresh.clean_only())
         sign = 1 if self.moves > 0 else -1

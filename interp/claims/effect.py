@@ -101,7 +101,10 @@ class EffectContent(Content):
 
     @without_gradients
     def tests(self, trial: Trial) -> list[Test]:
-        """Return the tests of the effect.
+        """Return the results of all tests that the module's docstring lists.
+
+        If the metric has the same mean on the clean and the corrupted texts of the fresh pairs,
+        there is no behaviour to lose. The result is then the failed test of the behaviour alone.
 
         Raises:
             ValueError: if the claim is about a feature, and its dictionary is not given.

@@ -73,7 +73,11 @@ class Content:
         return frozenset()
 
     def tests(self, trial: Trial) -> list[Test]:
-        """Return the tests."""
+        """Run all tests of the claim on a model, and return their results.
+
+        Args:
+            trial: the model, the fresh pairs, and the other material of the tests.
+        """
         raise NotImplementedError
 
     def about(self, trial: Trial) -> Mapping[str, str]:

@@ -64,7 +64,11 @@ class VariableContent(Content):
         return f"a variable in {self.k} columns of {self.point}{head} at position {self.pos}"
 
     def tests(self, trial: Trial) -> list[Test]:
-        """Return the tests of the variable."""
+        """Return the results of all tests that the module's docstring lists.
+
+        If a fresh pair is also a pair of the search, the result is one test with the outcome
+        `cannot tell`.
+        """
         if {*trial.fresh.digests()} & {*trial.found_on.digests()}:
             return [Test("aligned", "cannot tell", note="it needs pairs that are not trained on")]
         first = self._accuracy(trial, trial.seeds[0])

@@ -107,16 +107,18 @@ class SourceColumns:
 
 @dataclass(frozen=True, eq=False)
 class SourceValue:
-    """The value of a source at a point.
+    """The value of a source at a point: the numbers that an edit writes there.
 
     Attributes:
         value: the value for whole texts.
-        axes: the axes of the value, a part of the point's axes in their order. Missing axes and
-            axes of size 1 broadcast.
-        columns: the columns for the selected positions; None for the same columns.
-        whole: the axes along which the change uses all entries of the value, for example for a
-            mean. Their sizes may differ from the activation.
-        fixed: the axes along which an entry is not repeated if the size is 1.
+        axes: the axes of the value: some or all axes of the point, in the same order. The value is
+            repeated along a missing axis, and along an axis of size 1 that is not in `fixed`.
+        columns: the positions of the source that are copied to the selected positions; None if each
+            position gets the value of the source at the same position.
+        whole: the axes along which the edit needs all entries of the value, for example to compute
+            a mean. Along these axes, the value may have another size than the activation.
+        fixed: the axes along which the value must have the size of the text, so that the value of a
+            text with one token is not repeated along a longer text.
         what: the name of the source in errors.
     """
 

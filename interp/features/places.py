@@ -64,9 +64,17 @@ _AFTER_BLOCK = re.compile(r"(.*\bblocks\.)(\d+)\.resid_post")
 
 
 def ours(name: str | None) -> str | None:
-    """Return our name of a place, if the place is the same point in every model.
+    """Return the name of a point for the place that the file of a dictionary names.
 
-    Any other name is returned unchanged; `point_at` translates it.
+    The result is a name of this project, such as `blocks.3.mlp_out`, if the name in the file means
+    the same point in every model. Otherwise it is the name in the file, which `point_at` can
+    translate for one model.
+
+    Args:
+        name: the name of the place in the words of another library; None if the file has no name.
+
+    >>> ours("blocks.3.hook_mlp_out"), ours("model.layers.3.self_attn.output")
+    ('blocks.3.mlp_out', 'model.layers.3.self_attn.output')
     """
     if name is None:
         return None

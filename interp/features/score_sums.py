@@ -65,7 +65,10 @@ class PointSums:
         is_scored: Bool[Tensor, "batch pos"],
         real: Bool[Tensor, "batch pos"],
     ) -> "PointSums":
-        """Return the sums of a run.
+        """Return the sums over the scored positions of one batch of texts.
+
+        The dictionary reconstructs the value of each scored position here. See `PointSums` for the
+        numbers that are added up.
 
         Args:
             part: the dictionary.

@@ -78,7 +78,15 @@ class SplicedDictionary(Part):
         return value if self.error == "live" else self._explicit(value, read)
 
     def _explicit(self, value: Value, read: Value) -> Value:
-        """Return the new value, with the changes of hooks at the point `features`."""
+        """Return the new value in a run in which a hook reads or edits the point `features`.
+
+        The features are computed and pass through the point. All other runs call `_fused`; see
+        `FusedUnlessHooked`.
+
+        Args:
+            value: the value of the point that the dictionary writes.
+            read: the value of the point that the dictionary reads.
+        """
         dictionary = self.dictionary
         x = self.vector(read)
         features = dictionary.encode(x)

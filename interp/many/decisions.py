@@ -38,7 +38,15 @@ def run(
 
 
 def _scores(passes: Passes, args: tuple[Any, ...], options: Mapping[str, Any]) -> DictionaryScores:
-    """Return the scores of dictionaries."""
+    """Return the result of `evaluate_sae` over all examples, in two passes.
+
+    The first pass computes the mean values over all texts. The second pass runs the model with
+    these means.
+
+    Args:
+        passes: runs a pass.
+        args, options: the arguments of `evaluate_sae` after the texts.
+    """
     first = passes.run(first_pass, args, options, needs_all=True)
     with_means = {**options, "means": first.unfinished().means()}
     second = passes.run(second_pass, args, with_means)

@@ -49,19 +49,16 @@ def over_examples(
 ) -> Any:
     """Run an analysis on parts of many examples, and return its result for all examples.
 
-    The result equals `analysis(model, examples, *args, **options)` up to rounding: values, base,
-    target, labels, groups and `about`. Each worker runs at most `at_once` examples at a time. Steps
-    over all examples, such as the shares of `faithfulness`, follow after all parts.
-
-    `evaluate_sae`, and the analyses with `steps="auto"`, decide something from all examples. They
-    run several passes over the parts.
+    The result equals `analysis(model, examples, *args, **options)` up to rounding. Each worker runs
+    at most `at_once` examples at a time. `evaluate_sae` and analyses with `steps="auto"` need
+    numbers of all examples, so they run several passes over the parts.
 
     The value of an example must depend on this example only. A metric that compares examples raises
-    an error. An analysis of your own is not checked, and neither is a function as an edit. If the
-    function compares examples, or contains numbers for rows of the batch, the result is wrong.
+    an error. Your own analyses and your own functions as edits are not checked: if a function
+    compares examples, or contains numbers for rows of the batch, the result is wrong.
 
-    The model is also loaded in this process, which reads all texts. Therefore all parts have the
-    columns of all examples.
+    This process loads the model too, and converts all texts to tokens. So the texts of all parts
+    are padded to the same length, except in analyses that pad batches themselves.
 
     Args:
         analysis: a function of a model and pairs or texts that returns a `Result` with a value for

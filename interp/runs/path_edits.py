@@ -174,10 +174,11 @@ class PathEdits:
         return value if moved is None else value + to_device(moved, value.device)
 
     def through(self, sender: int, receivers: set[int], recomputed: bool) -> Carried:
-        """Return new values of the receivers if the sender changes, on paths without other heads.
+        """Return the change that a sender makes at its receivers, along paths through no head.
 
-        The values are edits. If the receiver is the logits, the result is the new stream before
-        them.
+        Between the sender and a receiver, a path may pass MLPs, if `recomputed` is True. All other
+        sublayers keep their outputs. The result contains an edit for each point of a receiver. If
+        the receiver is the logits, the result is the new stream before them.
 
         Args:
             sender: the index of the sender among the writers.

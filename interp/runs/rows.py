@@ -296,7 +296,14 @@ class WholeRuns:
         return logits_of(self.model(text.tokens, **text.arguments(self.model)))
 
     def run(self, done: Done) -> Iterator[Measured]:
-        """Yield some jobs at a time, with the metric of each."""
+        """Run all jobs, in groups that fit into the memory, and yield each group.
+
+        Args:
+            done: a function that is called with the number of jobs that have just run.
+
+        Yields:
+            The jobs of a group, and their metrics, [run, batch].
+        """
         for start in range(0, len(self.jobs), self._at_once):
             jobs = self.jobs[start : start + self._at_once]
             try:

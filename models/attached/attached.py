@@ -272,15 +272,18 @@ class Attached(ReadsText):
         return ((tokens, *args[1:]), kwargs) if args else (args, {**kwargs, self._reads: tokens})
 
     def with_positions(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Return the arguments of `forward` with tokens, mask and positions of the new tokens.
+        """Return the arguments for the model's own `forward`, from the arguments of a call.
 
-        Positions from the caller are not changed.
+        Texts become tokens and a mask, as in `prepare_inputs`. If texts have padding, a model that
+        accepts positions also gets the position of each token in its text. In a run with cached
+        keys, only the new tokens get positions. Positions from the caller are not changed.
 
         Args:
             args, kwargs: see `prepare_inputs`.
 
         Raises:
-            ValueError: if `to_tokens` or `positions_of` raises it.
+            ValueError: if a text cannot become tokens (see `to_tokens`), or if the model cannot
+                read texts with this padding (see `PaddedPositions.of`).
         """
         args, kwargs = self.prepare_inputs(*args, **kwargs)
         named = self._named(args, kwargs)

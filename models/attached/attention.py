@@ -355,7 +355,14 @@ class _Passing(TorchFunctionMode):
         return step(func, *args, **kwargs)
 
     def _fused(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return z of the fused function, computed through the points."""
+        """Return the result of PyTorch's fused attention, [batch, head, query, d_head].
+
+        The queries, the keys, the values and the result pass through their points. If a hook needs
+        `scores` or `pattern`, the result is computed in steps instead of by the fused kernel.
+
+        Args:
+            args, kwargs: the arguments of `scaled_dot_product_attention`.
+        """
         named = dict(zip(FUSED_ARGUMENTS, args, strict=False)) | kwargs
         query, key, value, mask = (named.pop(name, None) for name in FUSED_ARGUMENTS[:4])
         named["scaling"] = named.pop("scale", None)

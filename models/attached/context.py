@@ -73,30 +73,36 @@ class CacheGiven(Wire):
             _cache.set(next(filter(is_cache, (*args, *kwargs.values())), None))
 
 
-# The number of keys of the attention module that runs now that are not keys of positions.
+# The number of further keys of the attention module that runs now. A further key belongs to no
+# position of the text, as a key that stands for several earlier positions.
 _n_further: ContextVar[int] = ContextVar("n_further", default=0)
 
 
 def n_further_keys() -> int:
-    """Return how many keys of the attention module that runs now are not keys of positions.
+    """Return the number of further keys of the attention module that runs now.
 
-    They are the last keys.
+    A further key belongs to no position of the text; see `FurtherKeys`. The further keys are the
+    last keys of the module.
     """
     return 0 if torch.compiler.is_compiling() else _n_further.get()
 
 
 def forget_further_keys() -> None:
-    """Set the number of keys that are not keys of positions to 0, for the next attention module."""
+    """Reset the number that `n_further_keys` returns to 0.
+
+    Attention calls this function at its end. Otherwise the next attention module, which may have no
+    further keys, would treat its last keys as further keys.
+    """
     if not torch.compiler.is_compiling():
         _n_further.set(0)
 
 
 @dataclass(eq=False)
 class FurtherKeys(Wire):
-    """A hook on a module inside attention that returns keys which are not keys of positions.
+    """A hook on a module inside attention that returns further keys, and counts these keys.
 
-    Attention appends them to the keys of positions, for example one key that stands for several
-    earlier positions (DeepSeek V4).
+    Attention appends further keys to the keys of the positions. They belong to no position of the
+    text: in DeepSeek V4, one further key stands for several earlier positions.
     """
 
     point: HookPoint

@@ -139,13 +139,14 @@ def _explained(
     later: Sequence[Call],
     wholes: Sequence[Tensor],
 ) -> Experts:
-    """Return the experts with the terms of the MLP's output: a factor and a shared expert.
+    """Return the experts of an MLP with the formula of the MLP's output.
 
-    The terms are found by trying sums until one is equal to the MLP's output. If no sum fits, the
-    experts are returned without terms.
+    The output is a factor times the sum of the experts, plus the output of a shared expert, if the
+    MLP has one. The function tries factors and shared experts until the formula equals the output
+    of the run. If nothing fits, the result has the factor 1 and no shared expert.
 
     Args:
-        experts: the experts, without these terms.
+        experts: the experts, without a factor and a shared expert.
         outputs: the outputs of the experts' call, [copy, batch, pos, d_model]. Their sum over the
             copies is the sum of the experts.
         calls: the calls of modules inside the block.

@@ -475,7 +475,11 @@ class BlockInput(Input):
 
 @dataclass(eq=False)
 class Merged(Wire):
-    """Passes the argument `inputs_embeds` of a module through a point."""
+    """Passes the argument `inputs_embeds` of a module through the point `merged`.
+
+    In a model that also reads images or sounds, this argument merges two kinds of vectors: the
+    embeddings of the tokens and, in the places of images and sounds, the features of their towers.
+    """
 
     point: HookPoint
 

@@ -409,13 +409,16 @@ def _counted(columns: _Columns, real: Tensor | None) -> Tensor:
 def _masks_by_rule(
     columns: _Columns, windows: Collection[int], real: Tensor | None, positions: Tensor | None
 ) -> dict[int, Visible]:
-    """Return a mask for each window: the causal rule, the window and the padding.
+    """Return the mask of queries and keys for each window.
+
+    A query sees the keys up to its own that are inside the window and are not padding.
 
     Args:
         columns: the columns of the texts.
-        windows: the windows.
+        windows: the windows of the blocks; 0 for blocks without a window.
         real: True at real columns; None without padding.
-        positions: the positions of the columns, if a window counts other numbers than columns.
+        positions: the position of each column. A window then counts positions. None if a window
+            counts columns, which is the same if no padding lies between tokens.
     """
     masks: dict[int, Visible] = {}
     for window in windows:

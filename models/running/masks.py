@@ -114,17 +114,18 @@ def shared(mask: Visible, shape: Sequence[int], device: torch.device) -> Visible
 def rule_of(
     window: int, columns: tuple[int, int], real: Tensor | None, positions: Tensor | None
 ) -> Rule | None:
-    """Return which keys the queries of a run see, with a window and padding.
+    """Return the rule for the keys that each query sees, from a window and the padding.
 
     The queries are the last positions of the keys. The result is None if each query sees all keys
     up to its own.
 
     Args:
         window: the window, or 0.
-        columns: the column of the first key, and the column after the last key. If `positions` are
-            given, no key was dropped, so the first column is 0.
+        columns: the column of the first key, and the column after the last key. The first column is
+            above 0 if a cache has dropped keys that are older than the window.
         real: True at the columns that are not padding; None if there is no padding.
-        positions: the position of each column, if texts have padding between tokens.
+        positions: the position of each column, if texts have padding between tokens. A window then
+            counts positions instead of columns. The first column must be 0.
     """
     # A `range` of these columns would be compiled anew for each length of a text.
     first, end = columns
