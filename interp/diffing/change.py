@@ -158,8 +158,9 @@ class ModelChange(plots.Shown):
             difference, added to its last stream; NaN if the model has no `unembed`. (A random
             direction of this size has the same number in `stream`.)
         outside_layers: the names of changed weights outside the layers, such as the unembedding,
-            which change predictions and not the stream. None if this is not known: for a model
-            without blocks, and for weights that are quantized or stored elsewhere.
+            which changes predictions and not the stream, unless it is tied to the embedding. None
+            if this is not known: for a model without blocks, for weights with different names or
+            shapes, and for weights that are quantized or stored elsewhere.
 
     >>> import copy
     >>> from interp import compare_models
@@ -366,9 +367,9 @@ class ModelChange(plots.Shown):
         return rows, f"  … {number_of(len(others), 'more layer')}, at most {sizes[others[0]]:.4g}"
 
     def _outside_in_words(self) -> str:
-        """Return a line about changed weights outside the layers; empty if nothing is known."""
+        """Return a line about changed weights outside the layers."""
         if self.outside_layers is None:
-            return ""
+            return "  changed weights outside the layers: not known"
         names = [*self.outside_layers[:_NAMES_SHOWN]]
         if n_more := len(self.outside_layers) - len(names):
             names.append(f"… {n_more} more")

@@ -1,7 +1,9 @@
 """Changes of the weights between two models, matrix by matrix.
 
 1. `weights_of` lists the weights of a model by name. A weight with an adapter is the weight of the
-   base plus the adapter's own matrix, such as B·A, which is never added to the large weight.
+   base plus the adapter's own matrix, such as B·A, which is never added to the large weight. A tied
+   weight has two names. `weights_of_both` compares it once if it is tied in both models, and under
+   each name if it is tied in only one model.
 2. `_difference` subtracts the weights of the base, in float64.
 3. Changed matrices are decomposed (`spectral.singular`), with the rank of the adapter as a bound.
 4. `_writers` finds the matrices whose output is added to the stream: one short text is run, and
@@ -11,7 +13,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -282,17 +284,16 @@ def weight_changes(
         ValueError: if the models have different weights, or the matrix of an adapter cannot be
             computed. The error names the first such weight.
     """
-    tuned = weights_of(models.tuned, with_adapter=True)
-    base = weights_of(models.base, with_adapter=not models.is_one)
-    _require_same_weights(tuned, base)
+    weights = weights_of_both(models)
     writers = _writers(models, row)
     decomposed = _Decomposer(models, top=top, n_tokens=n_tokens, seed=seed)
     fused = _fused(models.tuned) | _fused(models.base)
     changes = []
-    for name in progress_of(tuned, "weights", len(tuned)):
-        writer = writers.get(base[name].module) if name.endswith(".weight") else None
-        changes.append(decomposed.change(name, tuned=tuned[name], base=base[name], writer=writer))
-        parts = _parts_of(tuned[name].parameter, base[name].parameter, fused)
+    for name in progress_of(weights, "weights", len(weights)):
+        tuned, base = weights[name]
+        writer = writers.get(base.module) if name.endswith(".weight") else None
+        changes.append(decomposed.change(name, tuned=tuned, base=base, writer=writer))
+        parts = _parts_of(tuned.parameter, base.parameter, fused)
         changes[-1] = replace(changes[-1], parts=parts)
     changes.sort(key=lambda change: change.relative, reverse=True)
     return WeightChanges(tuple(changes))
@@ -315,14 +316,11 @@ def changed_outside_layers(models: TwoModels) -> tuple[str, ...] | None:
             return None
         in_blocks.update(id(weight) for block in blocks for weight in block.parameters())
     try:
-        tuned = weights_of(models.tuned, with_adapter=True)
-        base = weights_of(models.base, with_adapter=not models.is_one)
-        _require_same_weights(tuned, base)
+        weights = weights_of_both(models)
     except ValueError:
         return None
     changed = []
-    for name, weight in tuned.items():
-        other = base[name]
+    for name, (weight, other) in weights.items():
         if {id(weight.parameter), id(other.parameter)} <= in_blocks:
             continue
         if not (_is_plain(weight.parameter) and _is_plain(other.parameter)):
@@ -342,8 +340,40 @@ def _is_plain(parameter: Tensor) -> bool:
     return type(parameter.data) is Tensor and not parameter.is_meta
 
 
+def weights_of_both(models: TwoModels) -> dict[str, tuple[Weight, Weight]]:
+    """Return the weights of the tuned model and of the base by name.
+
+    Two names of one weight are one entry, under the first name, if both models tie these names. If
+    only one model ties them, each name is an entry.
+
+    Args:
+        models: the two models.
+
+    Raises:
+        ValueError: if the models have different weights, or if weights are quantized.
+    """
+    tuned = weights_of(models.tuned, with_adapter=True)
+    base = weights_of(models.base, with_adapter=not models.is_one)
+    _require_same_weights(tuned, base)
+    weights = {}
+    listed = set()
+    for name in tuned:
+        both = tuned[name], base[name]
+        # An adapter of one module leaves the other modules of a tied weight as they are.
+        identity = tuple(
+            (id(weight.parameter), None if weight.added is None else weight.module)
+            for weight in both
+        )
+        if identity not in listed:
+            listed.add(identity)
+            weights[name] = both
+    return weights
+
+
 def weights_of(model: nn.Module, *, with_adapter: bool) -> dict[str, Weight]:
     """Return the weights of a model by name, without the parts of the names that peft adds.
+
+    A weight that several modules share has a name for each of these modules.
 
     Args:
         model: the model.
@@ -362,13 +392,12 @@ def weights_of(model: nn.Module, *, with_adapter: bool) -> dict[str, Weight]:
     inner = [
         f"{name}.{part}." for name, layer in layers.items() for part in layer.adapter_layer_names
     ]
-    modules = dict(model.named_modules())
     weights = {}
-    for name, parameter in model.named_parameters():
+    for owner, module, last, parameter in _parameters_of(model):
+        name = f"{owner}.{last}" if owner else last
         if name.startswith(tuple(inner)):
             continue
-        owner, _, last = name.rpartition(".")
-        weight = Weight(modules[owner], parameter)
+        weight = Weight(module, parameter)
         parent, _, part = owner.rpartition(".")
         layer = layers.get(parent)
         if with_adapter and layer is not None and part == "base_layer" and last == "weight":
@@ -376,9 +405,19 @@ def weights_of(model: nn.Module, *, with_adapter: bool) -> dict[str, Weight]:
         elif with_adapter and layer is not None and part == "original_module":
             for adapter in layer.active_adapters:
                 saved = layer.modules_to_save[adapter].get_parameter(last)
-                weight = Weight(modules[owner], saved)
+                weight = Weight(module, saved)
         weights[_plain_name(name)] = weight
     return weights
+
+
+def _parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Yield the name of each module, the module, and the name and value of each of its parameters.
+
+    A parameter that several modules share is yielded once for each module.
+    """
+    for owner, module in model.named_modules():
+        for last, parameter in module.named_parameters(recurse=False):
+            yield owner, module, last, parameter
 
 
 def _is_packed(model: nn.Module) -> bool:
@@ -540,7 +579,7 @@ class _Decomposer:
         self.top = top
         self.n_tokens = n_tokens
         self.seed = seed
-        self._roles = _roles_of_token_tables(models.tuned)
+        self._roles = [_roles_of_token_tables(model) for model in (models.tuned, models.base)]
         self._random_ranks: dict[tuple[int, ...], float] = {}
         self._random_strength: float | None = None
 
@@ -579,12 +618,21 @@ class _Decomposer:
             u=u.cpu(),
             vh=vh.cpu(),
         )
-        role = self._roles.get(memory_of(tuned.parameter))
-        if role is not None:
+        role = self._role_of(tuned, base)
+        if role:
             found = self._with_rows(found, role=role, sizes=matrix.norm(dim=-1))
         if writer is None or not has_unembed(self.models.tuned):
             return found
         return self._with_tokens(found, u.mT if writer else vh)
+
+    def _role_of(self, tuned: Weight, base: Weight) -> str:
+        """Return the role of a weight with a row for each token; empty for another weight.
+
+        A weight that is tied in only one model has its role in the other model.
+        """
+        of_tuned = self._roles[0].get(memory_of(tuned.parameter), [])
+        of_base = self._roles[1].get(memory_of(base.parameter), [])
+        return " and ".join(role for role in of_tuned if role in of_base)
 
     def _with_rows(
         self, change: MatrixChange, role: str, sizes: Float[Tensor, " vocab"]
@@ -647,7 +695,7 @@ class _Decomposer:
         return self._random_ranks[key]
 
 
-def _roles_of_token_tables(model: nn.Module) -> dict[int, str]:
+def _roles_of_token_tables(model: nn.Module) -> dict[int, list[str]]:
     """Return the roles of weights with a row for each token, by the memory of the weight.
 
     A model of `transformers` has a method that returns the module of each weight.
@@ -665,7 +713,7 @@ def _roles_of_token_tables(model: nn.Module) -> dict[int, str]:
             weight = getattr(of(model), names[role], None)
         if isinstance(weight, Tensor):
             roles.setdefault(memory_of(weight), []).append(role)
-    return {memory: " and ".join(of_memory) for memory, of_memory in roles.items()}
+    return roles
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from hooks import HookedRunner
 from interp import compare_models
 from interp.runs.adapters import adapter_off
 from models import attach
-from tests.attachable import TOKENS, made
+from tests.attachable import TOKENS, config_of, made
 
 peft = pytest.importorskip("peft", reason="needs peft")
 # peft reads an attribute that transformers has deprecated, and warns about GPT-2's weights.
@@ -116,6 +116,38 @@ def test_modules_that_are_trained_whole_are_compared_with_the_original():
         log_q = model(TOKENS).logits.log_softmax(-1)
     kl = (log_p.exp() * (log_p - log_q)).sum(-1).detach()
     torch.testing.assert_close(change.kl.values.mT, kl, atol=1e-5, rtol=1e-4)
+
+
+def tied_llama(**options):
+    """Return a model with a tied unembedding and an adapter."""
+    config = config_of("llama")
+    config.tie_word_embeddings = True
+    return peft.get_peft_model(made("llama", config=config), peft.LoraConfig(**options)).eval()
+
+
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings")
+def test_a_tied_module_that_is_trained_whole_is_compared_with_the_original():
+    model = tied_llama(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    with torch.no_grad():
+        model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(1.5)
+    attach(model)
+    change = compare_models(model, None, TOKENS)
+    assert change.outside_layers == ("lm_head.weight",)
+    assert change.weights.changed == ["lm_head.weight"]
+    assert change.weights["lm_head.weight"].relative == pytest.approx(0.5, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings")
+def test_an_adapter_of_a_tied_unembedding_leaves_the_embedding():
+    model = tied_llama(r=2, lora_alpha=2, target_modules=["lm_head"], init_lora_weights=False)
+    head = model.base_model.model.lm_head
+    added = (head.lora_B["default"].weight @ head.lora_A["default"].weight).norm()
+    expected = (added / model.base_model.model.model.embed_tokens.weight.norm()).item()
+    attach(model)
+    change = compare_models(model, None, TOKENS)
+    assert change.outside_layers == ("lm_head.weight",)
+    assert change.weights.changed == ["lm_head.weight"]
+    assert change.weights["lm_head.weight"].relative == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_adapter_is_in_its_old_state_after_a_comparison_and_after_an_error():

@@ -17,7 +17,7 @@ from hooks.base import peak_bytes
 from interp import Result, compare_models, edits
 from interp.diffing import streams as diffing_streams
 from models import CharTokenizer, Transformer, TransformerConfig, attach
-from tests.attachable import MODELS, TOKENS, made
+from tests.attachable import MODELS, TOKENS, config_of, made
 from tests.pretended import DEVICE, SECOND, Devices, split
 from tests.reference import some_tokens, variant
 from tests.shipped import pydoc
@@ -147,6 +147,93 @@ def test_a_changed_unembedding_is_named():
     assert change.kl.mean().max() > 0
     assert change.stream.values.abs().max() == 0
     assert compare_models(copy.deepcopy(original), original, TOKENS).outside_layers == ()
+
+
+def tied_config(is_tied):
+    """Return the config of a small Llama, with or without a tied unembedding."""
+    config = config_of("llama")
+    config.tie_word_embeddings = is_tied
+    return config
+
+
+def tied_and_untied(kind):
+    """Return a model with a tied unembedding and a copy with its own unembedding, 1.25 times as
+    large; then the names of the embedding and of the unembedding, and tokens.
+    """
+    if kind == "attached":
+        tied = made("llama", config=tied_config(is_tied=True))
+        untied = made("llama", config=tied_config(is_tied=False))
+        names = "model.embed_tokens.weight", "lm_head.weight"
+    else:
+        sizes = dict(vocab_size=11, n_ctx=13, n_layers=2, n_heads=2, d_model=6, d_mlp=5)
+        tied, untied = (
+            Transformer(TransformerConfig(**sizes, tied_unembed=is_tied)).eval()
+            for is_tied in (True, False)
+        )
+        names = "token_embedding.weight", "unembedding.weight"
+    untied.load_state_dict(tied.state_dict())
+    with torch.no_grad():
+        untied.get_parameter(names[1]).mul_(1.25)
+    assert names[1] not in dict(tied.named_parameters())
+    for model in (tied, untied):
+        if kind == "attached":
+            attach(model)
+    return tied, untied, *names, torch.tensor([[3, 1, 4, 1, 5]])
+
+
+@pytest.mark.parametrize("kind", ["attached", "plain"])
+@pytest.mark.parametrize("tuned_is_tied", [False, True])
+def test_an_unembedding_that_is_tied_in_one_model_is_compared(kind, tuned_is_tied):
+    tied, untied, embedding, unembedding, tokens = tied_and_untied(kind)
+    tuned, base = (tied, untied) if tuned_is_tied else (untied, tied)
+    change = compare_models(tuned, base, tokens)
+    assert change.outside_layers == (unembedding,)
+    assert f"changed weights outside the layers: {unembedding}" in repr(change)
+    assert change.weights.changed == [unembedding]
+    # The change is a quarter of the smaller weight, and a fifth of the larger one.
+    assert change.weights[unembedding].relative == pytest.approx(0.2 if tuned_is_tied else 0.25)
+    assert change.weights[unembedding].rows[0] == "unembedding"
+    assert change.weights[embedding].relative == 0
+    assert [weight.name for weight in change.top().weights] == [unembedding]
+    # The logits of the untied model are 1.25 times as large, because no unembedding has a bias.
+    with torch.no_grad():
+        logits = tied(tokens)
+    logits = getattr(logits, "logits", logits)[0]
+    log_p, log_q = (
+        (factor * logits).log_softmax(-1) for factor in ((1, 1.25) if tuned_is_tied else (1.25, 1))
+    )
+    expected = divergences(log_p, log_q)
+    torch.testing.assert_close(change.kl.values[:, 0], expected, atol=1e-5, rtol=1e-3)
+    assert change.stream.values.abs().max() == 0
+
+
+def test_a_changed_embedding_that_is_tied_in_one_model_has_two_names():
+    tied, untied, embedding, unembedding, tokens = tied_and_untied("plain")
+    with torch.no_grad():
+        untied.get_parameter(unembedding).copy_(tied.get_parameter(embedding))
+        tied.W_E[3] += 1.0
+    change = compare_models(tied, untied, tokens)
+    assert change.outside_layers == (embedding, unembedding)
+    roles = [change.weights[name].rows for name in (embedding, unembedding)]
+    assert roles == [("embedding", 1, (3,)), ("unembedding", 1, (3,))]
+
+
+def test_a_tied_weight_has_one_name_if_both_models_tie_it():
+    tied, _, embedding, _, tokens = tied_and_untied("plain")
+    tuned = scaled(tied, [embedding], 1.5)
+    change = compare_models(tuned, tied, tokens)
+    assert change.outside_layers == (embedding,)
+    assert len(change.weights.changes) == len([*tied.parameters()])
+    assert change.weights[embedding].rows[0] == "embedding and unembedding"
+
+
+def test_weights_that_are_not_compared_are_not_called_unchanged():
+    tuned, base = made("llama"), made("llama")
+    attach(base), attach(tuned)
+    base.config.quantization_config = {"quant_method": "gptq"}
+    change = compare_models(tuned, base, TOKENS)
+    assert change.outside_layers is None
+    assert "changed weights outside the layers: not known" in repr(change)
 
 
 def test_weights_of_layers_are_not_outside_the_layers(change, base):
