@@ -92,6 +92,10 @@ activation_patching(model, pairs, 'attn')                       | UnknownNameErr
 activation_patching(model, pairs, 'zz')                         | UnknownNameError | zz
 activation_patching(model, pairs, 3)                            | TypeError | 3
 activation_patching(model, pairs, 'z', metric=TEXT)             | TypeError | metric=
+activation_patching(model, pairs, 'z', last_only=True)          | TypeError | last_only=.*Pairs\(..., last_only=
+attribution_patching(model, pairs, spans={'a': 'def'})          | TypeError | spans=.*Pairs\(..., spans=
+activation_patching(model, Pairs(TEXT, TEXT + 's', ('a', 'b'))) | ValueError | spans=.'name'.*last_only=True
+activation_patching(model, Pairs(TEXT, TEXT, ('a', 'b'), spans={'a': ('def', 'return')})) | ValueError | 3 and 6.*Pairs.*last_only=True
 activation_patching(model, pairs, 'z', direction='denoise')     | ValueError | denoising
 activation_patching(model, pairs, 'z', over='haed')             | ValueError | haed
 activation_patching(model, pairs, 'z', site_='z')               | TypeError | site_=

@@ -109,7 +109,8 @@ def changed_positions(
     if over != "span":
         if not edited.is_aligned_with(source):
             raise ValueError(
-                f"over must be 'span' if positions do not correspond; got {shown(over)}"
+                "over must be 'span' if positions of the two texts do not correspond; got "
+                f"{shown(over)}"
             )
         columns = torch.arange(n, device=edited.tokens.device).expand(batch, n)
         one_group = torch.zeros_like(columns)

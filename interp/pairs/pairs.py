@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, ParamSpec, TypeVar, Unpack, cast
@@ -63,6 +64,8 @@ Denoising patches clean values into the corrupted run, and noising the reverse.
 """
 
 _TOKENS_AT_ONCE = 2048
+_IN_PAIRS = ("metric", "answers", "spans", "corrupted_spans", "last_only", "per_token")
+"""Arguments of `Pairs` that people pass to analyses."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -714,19 +717,21 @@ def _corrupted_text(corrupted: Texts | None, clean: Any) -> Any:
 
 
 def of_pairs(analysis: Callable[P, R]) -> Callable[P, R]:
-    """Decorate an analysis of pairs, which gets its metric from the pairs.
+    """Decorate an analysis of pairs, which gets its metric, answers and spans from the pairs.
 
-    A call with the keyword `metric` raises a TypeError, which says to pass the metric to `Pairs`.
+    A call with one of these keywords raises a TypeError, which says to pass it to `Pairs`.
     """
     explained = explains_calls(analysis)
+    own = inspect.signature(analysis).parameters
 
     @functools.wraps(analysis)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if "metric" in kwargs:
-            raise TypeError(
-                f"{analysis.__name__} has no metric=, because the pairs contain the metric: "
-                "Pairs(..., metric=...)"
-            )
+        for name in _IN_PAIRS:
+            if name in kwargs and name not in own:
+                raise TypeError(
+                    f"{analysis.__name__} has no {name}=, because the pairs contain it: "
+                    f"Pairs(..., {name}=...)"
+                )
         return explained(*args, **kwargs)
 
     return run

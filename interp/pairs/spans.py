@@ -32,6 +32,12 @@ Spans = Mapping[str, Index]
 The positions are a list of lists or a tensor, of integers or booleans.
 """
 
+_UNEQUAL = (
+    "Pairs(..., spans={'name': ('part of clean', 'part of corrupted')}, last_only=True) compares "
+    "the last tokens of two parts"
+)
+"""The pairs for texts of unequal length, for errors."""
+
 
 def aligned(
     clean: Text,
@@ -127,7 +133,7 @@ def _require_same_lengths(model: nn.Module, clean: Text, corrupted: Text) -> Non
             raise ValueError(
                 "clean and corrupted texts must have equally many tokens, unless spans are "
                 f"given; got {len(tokens)}, {pieces!r}, and {len(corrupted_tokens)}, "
-                f"{corrupted_pieces!r}"
+                f"{corrupted_pieces!r}; {_UNEQUAL}"
             )
 
 
@@ -217,9 +223,9 @@ def check_counts(
         for example, (columns, corrupted_columns) in enumerate(columns_of_examples):
             if len(columns) != len(corrupted_columns):
                 raise ValueError(
-                    f"span {name!r} must have equally many positions in both texts, unless "
-                    f"last_only=True; got {len(columns)} and {len(corrupted_columns)} in example "
-                    f"{example}"
+                    f"span {name!r} must have equally many positions in both texts; got "
+                    f"{len(columns)} and {len(corrupted_columns)} in example {example}; "
+                    "Pairs(..., last_only=True) uses the last position of each span"
                 )
 
 

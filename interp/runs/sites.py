@@ -228,7 +228,9 @@ class Sites:
         name = next(iter(self.names.values()))
         choice = self._choice
         is_in_layer = layer_of(name) is not None
-        over = _usual_axes(sizes, is_in_layer) if choice.over is None else choice.over
+        is_aligned = self._source is None or self.runs.text.is_aligned_with(self._source)
+        usual = _usual_axes(sizes, is_in_layer, is_aligned)
+        over = usual if choice.over is None else choice.over
         require_kind("over", over, (str, tuple, list), "a name of an axis, or several names")
         over = (over,) if isinstance(over, str) else tuple(over)
         if "layer" in over and not is_in_layer:
@@ -242,9 +244,16 @@ class Sites:
         for axis, selected in (("head", choice.heads), ("neuron", choice.neurons)):
             if selected is not None and axis not in over:
                 raise ValueError(f"over must contain {axis!r} if {axis}s= is given; got {over}")
-        is_aligned = self._source is None or self.runs.text.is_aligned_with(self._source)
         if "span" not in over and not is_aligned:
-            raise ValueError(f"over must contain 'span' if positions do not correspond; got {over}")
+            if "pos" not in sizes:
+                raise ValueError(
+                    "site must have the axis 'pos' if positions do not correspond; got "
+                    f"{choice.site!r}, with the axes {', '.join(sizes)}"
+                )
+            raise ValueError(
+                f"over must contain 'span' if positions of the two texts do not correspond; got "
+                f"{over}; write over={[*usual]}"
+            )
         return over
 
     def _along(self, axis: str, sizes: Mapping[str, int]) -> list[PatchPlace]:
@@ -318,16 +327,21 @@ class Sites:
         return numbers
 
 
-def _usual_axes(sizes: Mapping[str, int], is_in_layer: bool) -> tuple[str, ...]:
+def _usual_axes(sizes: Mapping[str, int], is_in_layer: bool, is_aligned: bool) -> tuple[str, ...]:
     """Return the usual axes of a result: the layer, and the feature, expert, head or position.
+
+    If positions of the two texts do not correspond, `span` replaces `pos`, or is the last axis.
 
     Args:
         sizes: the axes of the points, with their sizes.
         is_in_layer: whether the points are in layers.
+        is_aligned: whether positions of the two texts correspond.
     """
     axes = ("feature", "expert", "head", "pos")
     existing = [axis for axis in axes if not sizes.keys().isdisjoint(SELECTS[axis])]
     inner_axis = existing[:1]
+    if not is_aligned and "pos" in sizes:
+        inner_axis = [*(axis for axis in inner_axis if axis != "pos"), "span"]
     return ("layer", *inner_axis) if is_in_layer else tuple(inner_axis)
 
 

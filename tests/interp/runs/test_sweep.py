@@ -5,6 +5,7 @@ hooks.
 import contextlib
 import itertools
 import random
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -353,6 +354,32 @@ def test_spans_connect_texts_of_different_lengths(direction):
             handle.remove()
         expected = last[torch.arange(BATCH), RIGHT] - last[torch.arange(BATCH), WRONG]
         close(found.values[span, layer], expected - found.base)
+
+
+@pytest.mark.parametrize(
+    ("site", "axes"),
+    [
+        ("resid_pre", ("layer", "span")),
+        ("z", ("layer", "head", "span")),
+        ("embed", ("span",)),
+    ],
+)
+def test_texts_of_different_lengths_are_compared_at_spans(site, axes):
+    model, clean, corrupted = variant("rotary"), some_tokens(1), some_tokens(2, (BATCH, POS + 2))
+    spans = {"name": [[1, 2], [0], [3], [5, 6], [2]]}
+    others = {"name": [[3], [2], [0, 1], [8], [4]]}
+    options = dict(spans=spans, corrupted_spans=others, last_only=True, metric=METRIC)
+    pairs = Pairs(clean, corrupted, **options)
+    effects = activation_patching(model, pairs, site)
+    assert effects.axes == (*axes, "example")
+    # Without the span, an error gives the axes that fit.
+    with pytest.raises(ValueError, match=re.escape(f"write over={[*axes]}")):
+        activation_patching(model, pairs, site, over=[axes[0].replace("span", "pos")])
+    with pytest.raises(ValueError, match="'pattern', with the axes batch, head, query, key"):
+        activation_patching(model, pairs, "pattern")
+    # Texts of one length are still compared at each position.
+    same_length = Pairs(clean, some_tokens(2), spans=spans, metric=METRIC)
+    assert "span" not in activation_patching(model, same_length, site).axes
 
 
 def same(model, tokens, entries, metric=METRIC, **options):
