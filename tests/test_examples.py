@@ -80,7 +80,7 @@ def test_the_patching_example(printed, tmp_path):
     clean, corrupted, restored = map(float, numbers)
     assert clean > 1 > -1 > corrupted
     assert abs(restored - clean) < 1e-3
-    assert "layer 0, pos 17 '4|1'  +1\n" in out
+    assert "layer 0, pos 17 '1|4'  +1\n" in out
     assert {path.name for path in tmp_path.iterdir()} == {
         f"{site}.png" for site in ("resid_pre", "attn_out", "mlp_out", "z")
     }

@@ -93,10 +93,10 @@ def integrated_gradients(
     >>> from models import load
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
     >>> integrated_gradients(model, pairs, "mlp_out", layers=3).top(1)
-    layer 3, pos 8 'm|i'  +4.531
+    layer 3, pos 8 'i|m'  +4.531
     >>> from interp import activation_patching
     >>> activation_patching(model, pairs, "mlp_out", layers=3).top(1)  # the exact effect
-    layer 3, pos 8 'm|i'  +4.549
+    layer 3, pos 8 'i|m'  +4.549
     """
     choice = Choice(site=site, over=over, layers=layers, heads=heads, neurons=neurons)
     require_no_direction(source, direction, "denoising")

@@ -256,14 +256,14 @@ def _columns(model: nn.Module, examples: ReadExamples) -> dict[str | None, list[
     if isinstance(examples, list):
         return {}
     if isinstance(examples, Text):
-        orders: dict[str | None, tuple[Text, ...]] = {None: (examples,)}
+        texts_of: dict[str | None, tuple[Text, ...]] = {None: (examples,)}
     else:
-        orders = {None: (examples.text,)}
+        texts_of = {None: (examples.text,)}
         if examples.other is not None:
-            orders |= {"noising": examples.texts("noising")}
-            orders |= {"denoising": examples.texts("denoising")}
-    words = {order: texts[0].words(model, *texts[1:]) for order, texts in orders.items()}
-    return {order: columns for order, columns in words.items() if columns}
+            both = (examples.text, examples.other)
+            texts_of |= {"noising": both, "denoising": both}
+    words = {key: texts[0].words(model, *texts[1:]) for key, texts in texts_of.items()}
+    return {key: columns for key, columns in words.items() if columns}
 
 
 def _own_metric(

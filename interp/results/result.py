@@ -65,8 +65,9 @@ class Result(plots.Shown):
         target: for each example, the metric of the run that values are taken from; None without
             such a run.
         labels: by axis, a number or a text for each index. Default: numbers from 0.
-        words: by axis, the text at each index, such as the token at a position. `select` accepts a
-            text that occurs once.
+        words: by axis, the text at each index, such as the token at a position. If the clean and
+            the corrupted text differ there, both tokens in this order, as in "Mary|John". `select`
+            accepts a text that occurs once.
         unit: the unit of the metric, such as `logits`; values, base and target have this unit.
         about: other facts that fit JSON, such as the metric, the direction and the site.
         is_ratio: whether the effects were divided by the mean of target - base; see `normalized`.

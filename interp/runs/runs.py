@@ -289,9 +289,9 @@ class Runs:
     def _words(self, labels: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
         """Return a list of words for each axis of positions among the axes of a result.
 
-        The list contains the word at each position of the axis. If the edited and the source texts
-        have different words there, both are joined; see `Text.words`. Without a tokenizer, or
-        without axes of positions, the result is empty.
+        The list contains the word at each position of the axis. If the clean and the corrupted text
+        have different words there, both are joined in this order; see `Text.words`. Without a
+        tokenizer, or without axes of positions, the result is empty.
 
         Args:
             labels: the labels of each axis. For an axis of positions, the labels are the positions.
@@ -300,7 +300,7 @@ class Runs:
         if not axes:
             return {}
         has_other = self.direction is not None and self.pairs.corrupted is not None
-        prompts = self.pairs.texts(self.direction or "noising") if has_other else [self.pairs.text]
+        prompts = [self.pairs.text, self.pairs.corrupted_text] if has_other else [self.pairs.text]
         words = prompts[0].words(self.model, *prompts[1:])
         if not words:
             return {}

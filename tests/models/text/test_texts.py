@@ -652,8 +652,10 @@ def test_results_say_which_words(tmp_path):
     model = reading()
     pairs = Pairs("Anne sat on the mat .", "Mark sat on the mat .", (" cat", " dog"))
     result = interp.activation_patching(model, pairs)
-    words = ("Mark|Anne", " sat", " on", " the", " mat", " .")
+    words = ("Anne|Mark", " sat", " on", " the", " mat", " .")
     assert tuple(result.words["pos"]) == words
+    noising = interp.activation_patching(model, pairs, direction="noising")
+    assert tuple(noising.words["pos"]) == words
     assert torch.equal(result.select(pos=" mat").values, result.select(pos=4).values)
     kept = result.select(pos=[2, 4], layer=1)
     assert kept.words["pos"] == [" on", " mat"]
