@@ -16,6 +16,7 @@ from hooks.base import (
     padding_messages,
     require_kind,
     shown,
+    way_to_logits,
 )
 from interp.inputs.token_positions import Mask, Position, last_real
 from interp.numbers.precision import has_nan
@@ -152,7 +153,8 @@ class TokenMetric:
             TypeError: if the logits are not a tensor.
             ValueError: if the logits are not [batch, pos, vocab].
         """
-        require_kind("logits", logits, Tensor, "a tensor [batch, pos, vocab]", _LOGITS_HINT)
+        call = way_to_logits(logits, _LOGITS_HINT)
+        require_kind("logits", logits, Tensor, "a tensor [batch, pos, vocab]", call)
         if logits.ndim != 3:
             rule = "logits must be [batch, pos, vocab], of whole texts"
             raise ValueError(f"{rule}; got {shown(logits)}; {_LOGITS_HINT}")
@@ -200,7 +202,8 @@ class WordedMetric:
         """Raise an error, because texts cannot be converted to tokens without a model."""
         raise ValueError(
             f"{self.call} has tokens as text, which only analyses can convert; "
-            "to call it with logits, give tokens, such as model.to_id(' Mary')"
+            "to call it with logits, give tokens, such as model.to_id(' Mary'), or "
+            "attached.to_id(' Mary') after attached = attach(model)"
         )
 
     def __repr__(self) -> str:
@@ -356,10 +359,11 @@ def measure(
     tensor([0.8722, 0.4660])
     """
     if isinstance(metric, Tensor | nn.Module) or not isinstance(logits, Tensor):
+        way = way_to_logits(logits, "")
         raise TypeError(
             "measure needs a metric and the logits of a run, as in "
             "measure(logit_diff(right, wrong), model(texts)); "
-            f"got {shown(metric)} and {shown(logits)}"
+            f"got {shown(metric)} and {shown(logits)}{way and f'; {way}'}"
         )
     require_kind("attention_mask", attention_mask, (Tensor, type(None)), "a tensor [batch, pos]")
     # Read the mask once: each look at a mask on a device waits for the device.

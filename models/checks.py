@@ -92,7 +92,7 @@ def check_tokens(tokens: object) -> None:
     if isinstance(tokens, Tensor) and tokens.ndim == 2 and tokens.dtype in INTEGERS:
         return
     raise ValueError(
-        f"tokens must be integers of shape [batch, pos]; got {shown(tokens)} (model.to_tokens "
+        f"tokens must be integers of shape [batch, pos]; got {shown(tokens)} (to_tokens "
         "converts texts)"
     )
 

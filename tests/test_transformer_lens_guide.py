@@ -8,7 +8,10 @@ import runpy
 
 import numpy as np
 import pytest
+import torch
 
+import models
+from hooks import HookedRunner
 from tests.transformer_lens import rows
 
 EXAMPLE = rows.GUIDE.parents[1] / "from_transformer_lens.py"
@@ -43,6 +46,44 @@ def test_each_row_runs_and_gives_their_numbers(names, kept):
             compared.add(theirs)
     assert kept.keys() - compared == {line for line in kept if line.startswith(OTHER)}
     assert len(compared) > 50
+
+
+def test_lines_with_an_attached_model_give_the_numbers_of_a_plain_model(names):
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    sizes = dict(vocab_size=103, hidden_size=12, intermediate_size=20)
+    sizes |= dict(num_hidden_layers=2, num_attention_heads=3, initializer_range=0.5)
+    sizes |= dict(eos_token_id=None, pad_token_id=0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+    tokenizer = names["model"].tokenizer
+    attached = models.attach(model, tokenizer=tokenizer)
+    names = {**names, "from_hf": models.from_hf}
+    plain = models.from_hf(model, tokenizer=tokenizer)
+    cache = HookedRunner(plain).run_with_cache(names["tokens"])[1]
+    of_plain = {**names, "model": plain, "cache": cache}
+    cache = HookedRunner(model).run_with_cache(names["tokens"])[1]
+    of_attached = {**names, "model": model, "attached": attached, "cache": cache}
+    lines = rows.of_attached_models()
+    assert len(lines) > 10
+    for with_plain, with_attached in lines:
+        value = rows.result(with_attached, of_attached)
+        wanted = rows.result(with_plain, of_plain)
+        if isinstance(wanted, models.Transformer):
+            value, wanted = value(names["tokens"]), wanted(names["tokens"])
+        # Equal numbers everywhere would hide wrong ones.
+        if isinstance(wanted, torch.Tensor) and wanted.numel() > 1:
+            assert len(wanted.unique()) > 1
+        np.testing.assert_allclose(
+            *map(as_numbers, (value, wanted)), rtol=1e-4, atol=1e-4, err_msg=with_attached
+        )
+
+
+def as_numbers(value):
+    """Return a value as an array: texts as the numbers of their characters, tokens as integers."""
+    if isinstance(value, str):
+        return np.array([*map(ord, value)])
+    if isinstance(value, list) and isinstance(value[0], str):
+        return as_numbers("|".join(value))
+    return np.asarray(value.detach() if isinstance(value, torch.Tensor) else value)
 
 
 def test_the_example_finds_the_induction_heads(capsys):

@@ -27,7 +27,7 @@ from hooks.base._torch import (
     uncompiled,
     version,
 )
-from hooks.base.accessor import carried, language_of, writer_of
+from hooks.base.accessor import carried, language_of, name_of_parts, writer_of
 from hooks.base.arguments import axis_of_rows, is_listed, require_rows, without_rows
 from hooks.base.calls import Calls, number_of_call
 from hooks.base.closeness import (
@@ -74,6 +74,7 @@ from hooks.base.kinds import (
     require_device,
     require_kind,
     require_module,
+    way_to_logits,
 )
 from hooks.base.memory import free_memory, require_room
 from hooks.base.nested import mapped, tensors_in, with_first_tensor
@@ -204,6 +205,7 @@ __all__ = [
     "missing_name",
     "model_gap",
     "module_rounding",
+    "name_of_parts",
     "named_spans",
     "norm_rounding",
     "number_of",
@@ -255,6 +257,7 @@ __all__ = [
     "unknown_point",
     "version",
     "warn",
+    "way_to_logits",
     "weights_hash",
     "whole",
     "wide_dtype",

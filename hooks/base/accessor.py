@@ -32,6 +32,19 @@ def language_of(model: nn.Module) -> Any:
     return carried(model, "language_parts") or model
 
 
+def name_of_parts(model: object) -> str:
+    """Return the name that errors use for the object with the parts of a model, such as `to_id`.
+
+    The name is `attached` for an attached model or its `language_parts`, because the model itself
+    has other methods. For any other model, the name is `model`.
+
+    >>> name_of_parts(nn.Linear(2, 3))
+    'model'
+    """
+    parts = language_of(model) if isinstance(model, nn.Module) else model
+    return "model" if isinstance(parts, nn.Module) else "attached"
+
+
 def writer_of(model: nn.Module) -> Callable[[Any], Any] | None:
     """Return `model.to_pieces`, a function that takes tokens of any shape and returns their texts.
 

@@ -51,6 +51,19 @@ def require_kind(
     raise TypeError(f"{name} must be {words}; got {shown(value)}{hint}")
 
 
+def way_to_logits(value: object, call: str) -> str:
+    """Return the advice for a value that is not logits, for the end of an error.
+
+    Args:
+        value: the given value. An output of `transformers` contains the logits.
+        call: the call that returns logits, for any other value.
+
+    >>> way_to_logits("a", "model(tokens) gives it")
+    'model(tokens) gives it'
+    """
+    return "give its .logits" if hasattr(value, "logits") else call
+
+
 def require_callable(
     name: str, function: object, parameters: tuple[str, ...], example: str = ""
 ) -> None:

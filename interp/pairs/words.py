@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
-from hooks.base import Text, shown
+from hooks.base import Text, name_of_parts, shown
 from interp.inputs.token_positions import is_worded, short, token_ids
 from interp.measuring import Metric, MetricCall, TokenMetric, WordedMetric
 from interp.pairs.answers import AnswerScore, AnswerTokens, Continuations
@@ -239,14 +239,23 @@ def _new_word_or_rest(language: Any, text: str, answer: str, in_tuple: bool) -> 
         return plain
     raise ValueError(
         f"an answer must be a new word or the rest of a word; after {text[-20:]!r} got {answer!r}: "
-        f"write {' ' + answer!r} for a new word, or pass {_as_tokens(plain, answer, in_tuple)} for "
-        "the rest of a word"
+        f"write {' ' + answer!r} for a new word, or pass "
+        f"{_as_tokens(language, plain, answer, in_tuple)} for the rest of a word"
     )
 
 
-def _as_tokens(tokens: AnswerTokens, answer: str, in_tuple: bool) -> str:
-    """Return an expression for the tokens of an answer, which an error tells the user to write."""
-    call = f"model.to_id({answer!r})" if len(tokens) == 1 else f"torch.tensor({[*tokens]})"
+def _as_tokens(language: Any, tokens: AnswerTokens, answer: str, in_tuple: bool) -> str:
+    """Return an expression for the tokens of an answer, which an error tells the user to write.
+
+    Args:
+        language: the object with the tokenizer.
+        tokens: the tokens.
+        answer: the answer.
+        in_tuple: whether the expression is a tuple with one answer.
+    """
+    call = f"{name_of_parts(language)}.to_id({answer!r})"
+    if len(tokens) > 1:
+        call = f"torch.tensor({[*tokens]})"
     return f"({call},)" if in_tuple else call
 
 

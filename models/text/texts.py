@@ -19,6 +19,7 @@ from hooks.base import (
     is_columns,
     is_integer,
     is_one_text,
+    name_of_parts,
     padding_messages,
     refuse,
     require_choice,
@@ -26,11 +27,6 @@ from hooks.base import (
     shown,
 )
 from models.text.tokenizer import Tokenizer, as_tokenizer, pieces_of
-
-_SET_ANOTHER = (
-    "set model.tokenizer to load_tokenizer(path) or to a tokenizer of transformers (on the command "
-    "line: --tokenizer)"
-)
 
 
 class ReadsText:
@@ -60,12 +56,22 @@ class ReadsText:
             try:
                 self._tokenizer = self._tokenizer()
             except ValueError as error:
-                raise ValueError(f"{error} (or {_SET_ANOTHER})") from None
+                raise ValueError(f"{error} (or {self._set_another})") from None
         return self._tokenizer
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: Any) -> None:
         self._tokenizer = as_tokenizer(tokenizer)
+
+    @property
+    def _set_another(self) -> str:
+        """The advice to set a tokenizer, for errors."""
+        name = name_of_parts(self)
+        made = "" if name == "model" else f", where {name} = attach(model),"
+        return (
+            f"set {name}.tokenizer{made} to load_tokenizer(path) or to a tokenizer of transformers "
+            "(on the command line: --tokenizer)"
+        )
 
     def require_tokenizer(self) -> Tokenizer:
         """Return the tokenizer.
@@ -76,7 +82,7 @@ class ReadsText:
         if (tokenizer := self.tokenizer) is None:
             raise ValueError(
                 "the model must have a tokenizer to read or write text; got no tokenizer: "
-                f"{_SET_ANOTHER}, or pass tokens"
+                f"{self._set_another}, or pass tokens"
             )
         return tokenizer
 

@@ -22,6 +22,7 @@ from hooks.base import (
     shown,
     skip_token_checks,
     to_device,
+    way_to_logits,
     without_gradients,
 )
 from models.checks import INTEGERS, check_tokens, check_types, names_fields
@@ -193,7 +194,7 @@ def next_token_loss(
         logits,
         Tensor,
         words="a tensor [batch, pos, vocab]",
-        call="model(tokens) gives it",
+        call=way_to_logits(logits, "model(tokens) gives it"),
     )
     if logits.shape[:2] != tokens.shape:
         raise ValueError(

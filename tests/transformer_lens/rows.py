@@ -17,12 +17,24 @@ def of_the_guide():
     """Yield both lines of each row, in the tables of the guide that come after the imports."""
     cells = json.loads(GUIDE.read_text())["cells"]
     code = next(n for n, cell in enumerate(cells) if "import torch" in "".join(cell["source"]))
-    texts = ["".join(c["source"]) for c in cells[code:] if c["cell_type"] == "markdown"]
-    tables = "\n".join(texts).partition("## TransformerLens 4")[0]
-    rows = [
-        line.removeprefix("|").split(" | ") for line in tables.splitlines() if line[:3] == "| `"
-    ]
-    return [(theirs.strip(" `"), ours.strip(" `")) for theirs, ours, *_ in rows]
+    return rows_of(text_of(cells[code:]).partition("## TransformerLens 4")[0])
+
+
+def of_attached_models():
+    """Yield both lines of each row in the table of lines that differ after `attach`."""
+    text = text_of(json.loads(GUIDE.read_text())["cells"])
+    return rows_of(text.partition("## An attached model\n")[2].partition("\n## ")[0])
+
+
+def text_of(cells):
+    """Return the text of the cells without code."""
+    return "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+
+
+def rows_of(tables):
+    """Return the first two cells of each row that begins with code."""
+    rows = [line.strip("| ").split(" | ") for line in tables.splitlines() if line[:3] == "| `"]
+    return [(first.strip(" `"), second.strip(" `")) for first, second, *_ in rows]
 
 
 def guide():

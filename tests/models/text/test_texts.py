@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import numpy as np
 import pandas
@@ -383,6 +384,48 @@ def test_an_attached_model_reads_texts(side):
     assert not hasattr(model, "prepare_inputs")
     plain = from_hf(model, tokenizer=tokenizer)
     torch.testing.assert_close(plain(TEXTS[1])[0], model(torch.tensor(IDS[1:])).logits[0])
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_errors_name_the_object_that_has_the_methods_of_an_attached_model():
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    from models import attach, next_token_loss
+
+    sizes = dict(vocab_size=30, n_positions=11, n_embd=12, n_layer=2, n_head=3)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    attached = attach(model)
+    with pytest.raises(ValueError, match=r"set attached\.tokenizer") as caught:
+        model("the cat")
+    name, made = re.search("set (.*), where (.*?), to", str(caught.value)).groups()
+    names = {"attach": attach, "model": model, "tokenizer": Spaced()}
+    exec(f"{made}; {name} = tokenizer", names)
+    assert model("the cat").logits.shape == (1, 2, 30)
+    # The token 14 ends a word, and the token 26 is the same letters as a new word.
+    with pytest.raises(ValueError, match="rest of a word") as caught:
+        Pairs("the play", answers="ing").read_by(model)
+    advice = re.search("pass (.*) for the rest", str(caught.value))[1]
+    assert eval(advice, {"attached": attached}) == 14
+    for hint in ("cfg", "to_single_token", "to_str_tokens", "to_string"):
+        with pytest.raises(AttributeError, match=r"here it is attached\.") as caught:
+            getattr(attached, hint)
+        member = re.search(r"here it is attached\.(\w+)", str(caught.value))[1]
+        assert hasattr(attached, member)
+    tokens = attached.to_tokens("the cat sat").tokens
+    output = model(tokens)
+    calls = (
+        lambda value: next_token_loss(value, tokens),
+        lambda value: measure(interp.log_prob(4), value),
+        lambda value: interp.log_prob(4)(value),
+    )
+    for call in calls:
+        with pytest.raises(TypeError, match=r"give its \.logits"):
+            call(output)
+        assert call(output.logits).isfinite().all()
+    # A plain model has these methods itself.
+    plain = reading()
+    plain.tokenizer = None
+    with pytest.raises(ValueError, match=r"set model\.tokenizer to"):
+        plain("the cat")
 
 
 # --- pairs
