@@ -14,7 +14,7 @@ from hooks import ActivationCache, EditError, Point
 from hooks.base import Index, Selection, number_of_call, to_device, unknown_name
 from interp.edits.padding import require_real_source
 from interp.edits.places import Region, Where, first_column, locate_part, selects_end
-from interp.edits.sources import ValueSource
+from interp.edits.sources import ValueSource, Vectors
 from interp.inputs.parts import require_whole
 from interp.protocol import is_of_text
 
@@ -235,11 +235,15 @@ class Edit:
 
 
 def _shown(value: Any) -> str:
-    """Return an argument as text: tensors and caches with their sizes only."""
+    """Return an argument as text: tensors, caches and directions with their sizes only."""
     if isinstance(value, Tensor):
         return f"Tensor{list(value.shape)}"
     if isinstance(value, ActivationCache):
         return f"ActivationCache[{len(value)}]"
     if isinstance(value, Selection):
         return repr(value)
+    if isinstance(value, Vectors):
+        # The lines of a direction give the lengths of vectors at all points. An edit adds only the
+        # vector of its own point, so it prints none of these lengths.
+        return repr(value).splitlines()[0].partition(",")[0]
     return reprlib.repr(value)

@@ -25,6 +25,7 @@ from hooks import (
 )
 from hooks.base.pieces import Piece, reading
 from interp import edits
+from interp.directions import Direction
 from models import KVCache, Transformer, TransformerConfig, generate
 
 BATCH, POS, VOCAB = 5, 7, 23
@@ -672,6 +673,15 @@ def test_a_place_may_be_narrowed_but_not_chosen_twice(source):
     assert repr(edits.replace(torch.ones(2, 3), source_pos=1)) == (
         "edits.replace(Tensor[2, 3], source_pos=1)"
     )
+
+
+def test_a_printed_edit_gives_no_length_of_another_layer():
+    vectors = {f"blocks.{n}.resid_post": torch.tensor([3.0 * n, 4.0 * n]) for n in range(3)}
+    direction = Direction(vectors, about={"by": "difference of means"})
+    assert repr(edits.add(direction, 2.0, pos=1)) == (
+        "edits.add(Direction at 3 points, 2.0, pos=1)"
+    )
+    assert "10" in repr(direction)  # the length in the last layer
 
 
 @pytest.mark.parametrize(
