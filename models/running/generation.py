@@ -24,6 +24,7 @@ from hooks.base import (
     NoOthers,
     Text,
     Texts,
+    carried,
     explains_calls,
     hides_others,
     is_columns,
@@ -42,6 +43,7 @@ from models.running.compiled import CompiledSteps, compile_options
 from models.running.kvcache import KVCache
 from models.running.prompts import IN_TRAINING, check_prompts, prompts_as_text
 from models.running.sampling import Sampling, row_generator
+from models.text.texts import ReadsText
 from models.text.tokenizer import Tokenizer
 from models.transformer import Transformer
 
@@ -453,6 +455,20 @@ def _closing(steps: Iterator[Step], read: CompiledSteps) -> Iterator[Step]:
         read.close()
 
 
+_OF_ATTACHED = (
+    "the model's own method: rows = model.generate(attached.to_tokens(text).tokens, "
+    "max_new_tokens=9), where attached = attach(model); attached.to_text(rows[0]) is the text"
+)
+"""The way to generate with an attached model, for errors."""
+
+
+def _is_attached(model: object) -> bool:
+    """Return whether a model is attached, or is the result of `attach`."""
+    if isinstance(model, nn.Module):
+        return carried(model, "language_parts") is not None
+    return isinstance(model, ReadsText)
+
+
 def _require(model: object, compiled: object = False) -> None:
     """Check that a model is a `Transformer`.
 
@@ -470,11 +486,13 @@ def _require(model: object, compiled: object = False) -> None:
                 " (pass compiled._orig_mod, the model before compilation; with compiled=True, its "
                 "steps are compiled)"
             )
+        elif compiled and (hasattr(model, "generate") or _is_attached(model)):
+            hint = (
+                ' (try its own .generate with cache_implementation="static", and under hooks also '
+                "disable_compile=True)"
+            )
+        elif _is_attached(model):
+            hint = f" (use {_OF_ATTACHED})"
         elif hasattr(model, "generate"):
             hint = " (try its own .generate)"
-            if compiled:
-                hint = (
-                    ' (try its own .generate with cache_implementation="static", and under hooks '
-                    "also disable_compile=True)"
-                )
         raise TypeError(f"generate needs a models.Transformer; got {shown(model)}{hint}")

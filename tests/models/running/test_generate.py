@@ -1,6 +1,7 @@
 """Generation, compared with a full run of the model for every token, and with transformers."""
 
 import functools
+import re
 from collections import Counter
 
 import numpy as np
@@ -35,6 +36,29 @@ def calls(model):
 
 def close(ours, theirs, atol=2e-5):
     torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_the_error_for_an_attached_model_has_a_line_that_works():
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    from models import attach, generate_text, load
+
+    sizes = dict(vocab_size=103, n_positions=11, n_embd=12, n_layer=2, n_head=3)
+    sizes |= dict(bos_token_id=0, eos_token_id=None, pad_token_id=0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    attached = attach(model, tokenizer=load("pydoc-4l").tokenizer)
+    names = {"model": model, "attached": attached, "text": "x"}
+    for given in (model, attached):
+        with pytest.raises(TypeError, match="a models.Transformer; got") as caught:
+            generate_text(given, "x", max_new_tokens=9)
+        line, text = re.search(
+            r"(rows = .*\)), where .*; (.*) is the text", str(caught.value)
+        ).groups()
+        exec(line, names)
+        assert len(names["rows"][0]) == 10
+        assert eval(text, names).startswith("x")
+        with pytest.raises(TypeError, match='cache_implementation="static"'):
+            generate(given, "x", max_new_tokens=9, compiled=True)
 
 
 # Greedy.
