@@ -439,9 +439,13 @@ class Result(plots.Shown):
                 `m`.
 
         Returns:
-            The result with the two axes in the place of the axis of nodes. All other nodes, such as
-            `embed`, are left out. No values are added up. Values are NaN for a node that is missing
-            in a layer.
+            The result with the two axes in the place of the axis of nodes. All other nodes are left
+            out. No values are added up; `.by("layer").sum("part")` is the sum of each layer. Values
+            are NaN for a node that is missing in a layer.
+
+            With `layer`, the nodes outside of the layers are left out, such as `embed` and
+            `ln_final.bias`. So the sum over all layers is not the sum over all nodes. `about` and
+            the printed result name the nodes that were left out.
 
         Raises:
             UnknownNameError: if `what` is unknown.
@@ -457,6 +461,8 @@ class Result(plots.Shown):
                 [3., 4.]])
         >>> result.by("layer").select(part="m").mean()
         tensor([5., 6.])
+        >>> result.by("layer").about["left out"]
+        'embed'
         """
         ways = ("layer", "head", "neuron", "expert")
         if what not in ways:
@@ -479,6 +485,12 @@ class Result(plots.Shown):
         if exists is not None:
             # No axis of nodes has padding, so the two new axes have the size 1.
             exists = exists.unsqueeze(dim)
+        about = dict(self.about)
+        if what == "layer":
+            in_layers = {*index_of.values()}
+            nodes = enumerate(self.labels[axis])
+            left_out = [str(node) for n, node in nodes if n not in in_layers]
+            about |= {"left out": ", ".join(left_out)} if left_out else {}
         labels = {**self.labels, "layer": layers, part_axis: parts}
         words = {**self.words}
         labels.pop(axis, None)
@@ -488,6 +500,7 @@ class Result(plots.Shown):
             values=values.movedim((0, 1), (dim, dim + 1)),
             exists=exists,
             axes=(*self.axes[:dim], "layer", part_axis, *self.axes[dim + 1 :]),
+            about=about,
             labels=labels,
             words=words,
         )

@@ -556,6 +556,10 @@ def test_nodes_as_axes(tmp_path):
     parts = result.by("layer")
     assert parts.labels["part"] == ("a.h1", "a.h0", "m", "a.bias", "m.n0", "m.n7")
     assert torch.equal(parts.select(layer=2, part="a.bias").values, values[:, 5])
+    assert parts.about["left out"] == "embed"
+    assert "left out: embed" in repr(parts)
+    assert "left out" not in heads.about
+    assert "left out" not in result.select(node=names[1:]).by("layer").about
     assert torch.equal(result.by("neuron").values, values[:, None, 6:])
     result.save(tmp_path / "nodes")
     for same in (Result.load(tmp_path / "nodes"), copy.deepcopy(result)):
