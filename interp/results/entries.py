@@ -7,6 +7,11 @@ from typing import Any, NamedTuple
 from hooks.base import number_of
 from interp.numbers.intervals import interval_text
 
+_WITHOUT_BOUND = (
+    "inf: the share has no bound, because target - base may be 0 (its interval, widened for skewed "
+    "examples, contains 0)"
+)
+
 
 def sizes_in_words(axes: Sequence[str], shape: Sequence[int]) -> str:
     """Return the sizes of axes, such as `3 layers x 1 head`.
@@ -62,6 +67,9 @@ class Entry(NamedTuple):
 class Entries(tuple[Entry, ...]):
     """Entries of a result, which are printed one per line.
 
+    If a printed interval has an infinite end, the last line gives the reason. Only intervals of
+    ratios have infinite ends; see `interp.numbers.intervals`.
+
     >>> Entries([Entry({"head": 3}, 0.5, 0.1, 0.9), Entry({"head": 10}, *[math.nan] * 3)])
     head 3   +0.5  [+0.1, +0.9]
     head 10  NaN, not ranked
@@ -72,6 +80,7 @@ class Entries(tuple[Entry, ...]):
     def __repr__(self) -> str:
         width = max((len(entry.name) for entry in self), default=0)
         lines = []
+        has_bounds = True
         for entry in self:
             line = f"{entry.name:<{width}}  "
             if math.isnan(entry.effect):
@@ -82,5 +91,8 @@ class Entries(tuple[Entry, ...]):
                 line += f"{entry.effect:+.4g}"
                 interval = interval_text(entry.low, entry.high)
                 line += f" {interval}" if interval else ""
+                has_bounds &= not (math.isinf(entry.low) or math.isinf(entry.high))
             lines.append(f"{line} ({entry.examples})" if entry.examples else line)
+        if not has_bounds:
+            lines.append(_WITHOUT_BOUND)
         return "\n".join(lines)

@@ -12,6 +12,7 @@ import torch
 
 from hooks import UnknownNameError
 from interp import Result
+from interp.results.entries import Entries, Entry
 from interp.results.node import NodeName, node_name
 
 LAYERS, HEADS, EXAMPLES = [4, 5, 7], 2, 13
@@ -529,6 +530,23 @@ def test_labels_by_pattern():
     assert result.select(node="*").about["node"] == "a1.h1"
     with pytest.raises(ValueError, match=r"match.*'x\*'"):
         result.select(node="x*")
+
+
+@pytest.mark.filterwarnings("ignore:the gap between the runs")
+def test_the_print_says_why_an_interval_has_no_bound():
+    values = torch.tensor([[1.0, 2.0, 3.0, 9.0], [3.0, 1.0, 2.0, 4.0]])
+    gap = torch.tensor([1.0, -0.5, 8.0, 6.0])  # mean 3.6, standard error 2.0, t = 3.2
+    result = Result(values, ("head", "example"), torch.zeros(4), gap).normalized()
+    assert torch.isinf(result.interval().high).all()
+    lines = repr(result).splitlines()
+    assert lines[-1].startswith("  inf: the share has no bound, because target - base may be 0")
+    assert repr(result.top(1)).count("no bound") == 1
+    sure = Result(values, ("head", "example"), torch.zeros(4), torch.full((4,), 2.0))
+    for finite in (sure, sure.normalized()):
+        assert "no bound" not in repr(finite)
+    one_end = Entries([Entry({"head": 3}, 0.5, 0.1, math.inf)])
+    assert len(repr(one_end).splitlines()) == 2
+    assert len(repr(Entries([one_end[0]._replace(is_rounding=True)])).splitlines()) == 1
 
 
 @pytest.mark.usefixtures("unchecked")
