@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -14,13 +13,18 @@ from hooks.base import number_of, sum_rounding
 from interp import plots
 from interp.json_form import Table, columns, form
 from interp.kinds import require_made
-from interp.numbers.ranks import ranks
+from interp.numbers.ranks import rank_correlation
 from interp.results.result import Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MISSES = 10
+_OTHER_NUMBERS = (
+    "interp.numbers.ranks.rank_correlation(exact.mean(), estimate.mean()) compares the order of "
+    "the places in any two results"
+)
+"""The way to compare numbers that are not effects of the same kind, for errors."""
 
 
 class Miss(NamedTuple):
@@ -119,7 +123,9 @@ class Comparison(plots.Shown):
 def compare_effects(exact: Result, estimate: Result) -> Comparison:
     """Return a comparison of the mean effects of an estimate with exact mean effects.
 
-    If the estimate has no signs, it is compared with means of absolute exact effects.
+    If the estimate has no signs, it is compared with means of absolute exact effects. Other numbers
+    of the same places, such as scores of heads, are not an estimate of effects;
+    `interp.numbers.ranks.rank_correlation` compares only the order of the places.
 
     Args:
         exact: effects, such as a result of `activation_patching`.
@@ -134,6 +140,7 @@ def compare_effects(exact: Result, estimate: Result) -> Comparison:
         ValueError: if axes, labels, sites, directions, units, metrics or texts of the two results
             differ, or an effect is not finite.
 
+    >>> import torch
     >>> exact = Result(torch.tensor([[2.0, 4.0], [0.0, -1.0], [0.0, 0.2]]), ("head", "example"))
     >>> estimate = Result(torch.tensor([[1.0, 1.0], [0.0, 0.5], [0.0, 0.2]]), ("head", "example"))
     >>> compare_effects(exact, estimate)
@@ -148,8 +155,10 @@ def compare_effects(exact: Result, estimate: Result) -> Comparison:
     for name in ("axes", "labels", "site", "direction", "unit", "metric", "texts"):
         ours, theirs = (_fact(result, name) for result in (exact, estimate))
         if ours != theirs:
+            hint = "" if name in ("axes", "labels") else f"; {_OTHER_NUMBERS}"
             raise ValueError(
                 f"exact and estimate must have the same {name}; got {ours:.60} and {theirs:.60}"
+                f"{hint}"
             )
     is_signed = estimate.about.get("signed", True)
     if not is_signed:
@@ -165,12 +174,10 @@ def compare_effects(exact: Result, estimate: Result) -> Comparison:
     rounding = sum_rounding(exact.values.dtype) * exact_means.abs().max()
     has_effect = exact_means.abs() > rounding
     have_same_sign = (exact_means.sign() == estimates.sign())[has_effect].double()
-    both_ranks = torch.stack([ranks(exact_means), ranks(estimates)])
-    is_single = len(exact_means) == 1
     return Comparison(
         exact=exact_means,
         estimate=estimates,
-        rank_correlation=math.nan if is_single else torch.corrcoef(both_ranks)[0, 1].item(),
+        rank_correlation=rank_correlation(exact_means, estimates),
         sign_agreement=have_same_sign.mean().item() if is_signed else math.nan,
         misses=_misses(exact, kept, exact_means, estimates),
         unit=exact.unit,

@@ -1,5 +1,10 @@
-"""Ranks of numbers, the area under the ROC curve, and the rows of the largest numbers."""
+"""Ranks of numbers and their correlation, the area under the ROC curve, and the rows of the largest
+numbers.
+"""
 
+import math
+
+import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
@@ -16,6 +21,39 @@ def ranks(values: Float[Tensor, " place"]) -> Float[Tensor, " place"]:
     _, indices, counts = values.unique(return_inverse=True, return_counts=True)
     ranks_of_unique = counts.cumsum(0) - (counts - 1) / 2
     return ranks_of_unique[indices].double()
+
+
+def rank_correlation(first: Float[Tensor, "*place"], second: Float[Tensor, "*place"]) -> float:
+    """Return Spearman's rank correlation of two numbers of each place.
+
+    It is 1 if both numbers order the places alike, and -1 if they order them in reverse. The units
+    of the numbers may differ, as for scores of heads and effects of ablating these heads:
+    `rank_correlation(scores.mean(), ablated.mean())`.
+
+    Args:
+        first, second: the numbers, with the same places.
+
+    Returns:
+        The correlation. NaN for a single place, or if all numbers of one side are equal.
+
+    Raises:
+        ValueError: if the shapes differ, or a number is NaN.
+
+    >>> import torch
+    >>> rank_correlation(torch.tensor([0.1, 0.7, 0.2]), torch.tensor([5.0, 40.0, 3.0]))
+    0.5
+    """
+    if first.shape != second.shape:
+        raise ValueError(
+            f"both sides must have the same places; got {[*first.shape]} and {[*second.shape]}"
+        )
+    for numbers in (first, second):
+        if n_nan := int(numbers.isnan().sum()):
+            raise ValueError(f"numbers must have ranks; got NaN at {n_nan} of {numbers.numel()}")
+    if first.numel() < 2:
+        return math.nan
+    both_ranks = torch.stack([ranks(first.flatten()), ranks(second.flatten())])
+    return torch.corrcoef(both_ranks)[0, 1].item()
 
 
 def area_under_curve(strength: Float[Tensor, " place"], is_in: Bool[Tensor, " place"]) -> float:

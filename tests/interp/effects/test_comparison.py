@@ -2,12 +2,15 @@
 
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
 
+import interp
 from interp import Result, compare_effects
+from interp.numbers.ranks import rank_correlation
 
 AXES = ("layer", "pos", "example")
 
@@ -57,6 +60,23 @@ def test_an_estimate_without_signs_is_compared_with_sizes():
     assert math.isnan(found.sign_agreement)
     assert found.misses[0].estimate == pytest.approx(found.misses[0].exact)
     assert "sign" not in repr(found)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_results_of_two_kinds_are_compared_by_rank():
+    """Ranks 1, 2.5, 2.5, 4 against 2, 4, 1, 3: deviations from 2.5 give 1.5 / sqrt(4.5 * 5)."""
+    scores = result(torch.tensor([[[0.1], [0.4]], [[0.4], [0.9]]]), unit="share", kind="induction")
+    effects = result(torch.tensor([[[-1.0], [7.0]], [[-3.0], [2.0]]]), site="z")
+    with pytest.raises(ValueError, match="same site") as caught:
+        compare_effects(effects, scores)
+    advice = re.search(r"interp\.numbers\.\S+\(.*\)\)", str(caught.value))[0]
+    names = {"interp": interp, "exact": effects, "estimate": scores}
+    assert eval(advice, names) == pytest.approx(1.5 / math.sqrt(4.5 * 5))
+    assert rank_correlation(torch.tensor([1.0, 2.0]), torch.tensor([0.3, -5.0])) == -1
+    with pytest.raises(ValueError, match="NaN at 1 of 2"):
+        rank_correlation(torch.tensor([1.0, math.nan]), torch.tensor([0.3, -5.0]))
+    with pytest.raises(ValueError, match=r"\[2\] and \[1, 2\]"):
+        rank_correlation(torch.ones(2), torch.ones(1, 2))
 
 
 def test_a_constant_has_no_rank_correlation():
