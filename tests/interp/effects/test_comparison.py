@@ -72,7 +72,9 @@ def test_results_of_two_kinds_are_compared_by_rank():
     advice = re.search(r"interp\.numbers\.\S+\(.*\)\)", str(caught.value))[0]
     names = {"interp": interp, "exact": effects, "estimate": scores}
     assert eval(advice, names) == pytest.approx(1.5 / math.sqrt(4.5 * 5))
-    assert rank_correlation(torch.tensor([1.0, 2.0]), torch.tensor([0.3, -5.0])) == -1
+    assert rank_correlation(torch.tensor([1.0, 2.0]), torch.tensor([0.3, -5.0])) == pytest.approx(
+        -1
+    )
     with pytest.raises(ValueError, match="NaN at 1 of 2"):
         rank_correlation(torch.tensor([1.0, math.nan]), torch.tensor([0.3, -5.0]))
     with pytest.raises(ValueError, match=r"\[2\] and \[1, 2\]"):
