@@ -32,16 +32,18 @@ def language_of(model: nn.Module) -> Any:
     return carried(model, "language_parts") or model
 
 
-def name_of_parts(model: object) -> str:
+def name_of_parts(parts: object) -> str:
     """Return the name that errors use for the object with the parts of a model, such as `to_id`.
 
-    The name is `attached` for an attached model or its `language_parts`, because the model itself
-    has other methods. For any other model, the name is `model`.
+    The name is `model`, or `attached` for the parts of an attached model, because the model itself
+    has other methods.
 
-    >>> name_of_parts(nn.Linear(2, 3))
+    Args:
+        parts: the result of `language_of`.
+
+    >>> name_of_parts(language_of(nn.Linear(2, 3)))
     'model'
     """
-    parts = language_of(model) if isinstance(model, nn.Module) else model
     return "model" if isinstance(parts, nn.Module) else "attached"
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, ParamSpec, TypeVar, Unpack, cast
@@ -722,12 +721,11 @@ def of_pairs(analysis: Callable[P, R]) -> Callable[P, R]:
     A call with one of these keywords raises a TypeError, which says to pass it to `Pairs`.
     """
     explained = explains_calls(analysis)
-    own = inspect.signature(analysis).parameters
 
     @functools.wraps(analysis)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in _IN_PAIRS:
-            if name in kwargs and name not in own:
+            if name in kwargs:
                 raise TypeError(
                     f"{analysis.__name__} has no {name}=, because the pairs contain it: "
                     f"Pairs(..., {name}=...)"
