@@ -1,6 +1,7 @@
 """A circuit: a set of edges of a model's graph with their scores, which can be saved."""
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -10,7 +11,14 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from hooks.base import require_integer, shown, storage, unknown_name
+from hooks.base import (
+    aligned_rows,
+    number_of,
+    require_integer,
+    shown,
+    storage,
+    unknown_name,
+)
 from interp import plots
 from interp.graph.graph import Graph
 from interp.json_form import Table, form
@@ -18,9 +26,15 @@ from interp.kinds import require_made
 from interp.results.node import NodeName
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from interp.plots.view import Arrow
 
 _FORMAT = "hookscope-circuit-2"
+# The largest numbers of lines, and of heads in a line, that are printed.
+_EDGES_SHOWN = 20
+_LAYERS_SHOWN = 14
+_HEADS_SHOWN = 12
 
 
 class Circuit(plots.Shown):
@@ -28,6 +42,9 @@ class Circuit(plots.Shown):
 
     Circuits of one graph are sets: `|`, `&`, `-`, `in`, `len`, and `~` for the other edges. The
     result of an operation has the scores of the first circuit and the `found_on` of both circuits.
+
+    A printed circuit lists the nodes in each layer, and the edges with the largest absolute scores
+    or, without scores, the first edges. `save("circuit.png")` writes a picture.
 
     Args:
         graph: the graph of the model.
@@ -39,6 +56,8 @@ class Circuit(plots.Shown):
 
     Attributes:
         kept: the edges as a table.
+        n_left_out: the number of edges that `pruned` left out to make this circuit; 0 for other
+            circuits.
 
     Raises:
         UnknownNameError: if a node is not in the graph; the error names close matches.
@@ -50,12 +69,19 @@ class Circuit(plots.Shown):
     >>> circuit = Circuit(graph, ["input->a0.h1<v>", "a0.h1->logits", "m0->m1"])
     >>> circuit
     Circuit: 3 of 46 edges, 4 of 8 nodes
+      layer 0  head 1  MLP
+      edges:
+        input->a0.h1<v>
+        a0.h1->logits
+        m0->m1
     >>> list(circuit.pruned())
     ['input->a0.h1<v>', 'a0.h1->logits']
     """
 
     kept: Bool[Tensor, "writer reader"]
     scores: Float[Tensor, "writer reader"]
+
+    is_plot = True
 
     def __init__(
         self,
@@ -70,6 +96,7 @@ class Circuit(plots.Shown):
             raise TypeError(f"{rule}; got {shown(edges)}")
         self.graph = graph
         self.found_on = frozenset(found_on)
+        self.n_left_out = 0
         shape = graph.allowed.shape
         scores = torch.full(shape, torch.nan) if scores is None else scores.detach()
         scores = scores.cpu().double()
@@ -181,7 +208,9 @@ class Circuit(plots.Shown):
             is_used[-1] = True
             connected = kept & is_connected[:, None] & is_used
             if torch.equal(connected, kept):
-                return self._with(kept)
+                pruned = self._with(kept)
+                pruned.n_left_out = self.n_left_out + len(self) - len(pruned)
+                return pruned
             kept = connected
 
     def drawn(self) -> tuple[list[list[str]], list["Arrow"]]:
@@ -226,6 +255,12 @@ class Circuit(plots.Shown):
         }
         return form("Circuit", tables, {"found_on": self.found_on})
 
+    def plot(self) -> "Figure":
+        """Return a figure of the nodes in rows of layers, with the edges. It needs the extra
+        `plots`.
+        """
+        return self.view().figure
+
     def view(self) -> plots.View:
         """Return a view of the nodes in rows of layers, with the edges."""
         return plots.circuit(self)
@@ -236,7 +271,11 @@ class Circuit(plots.Shown):
 
     def _save(self, path: Path) -> None:
         """Write the edges, the scores and the identity of the graph."""
-        facts = {"graph": self.graph.identity, "found_on": sorted(self.found_on)}
+        facts = {
+            "graph": self.graph.identity,
+            "found_on": sorted(self.found_on),
+            "n_left_out": self.n_left_out,
+        }
         storage.save(path, _FORMAT, {"kept": self.kept, "scores": self.scores}, facts)
 
     @classmethod
@@ -256,7 +295,10 @@ class Circuit(plots.Shown):
             identity = facts["graph"]
             found_on = frozenset(facts["found_on"])
         graph.require(identity)
-        return cls(graph, tensors["kept"], scores=tensors["scores"], found_on=found_on)
+        circuit = cls(graph, tensors["kept"], scores=tensors["scores"], found_on=found_on)
+        # Files of earlier versions do not contain this number.
+        circuit.n_left_out = facts.get("n_left_out", 0)
+        return circuit
 
     def _with(self, kept: Tensor, found_on: Iterable[str] = ()) -> "Circuit":
         """Return a circuit of other edges with the same scores."""
@@ -272,7 +314,57 @@ class Circuit(plots.Shown):
         n_edges = int(self.graph.allowed.sum())
         # Count the nodes with edges, and the logits.
         n_nodes = int(self.graph.allowed.any(1).sum()) + 1
-        return f"Circuit: {len(self)} of {n_edges} edges, {len(self.nodes)} of {n_nodes} nodes"
+        counts = f"{len(self)} of {n_edges} edges, {len(self.nodes)} of {n_nodes} nodes"
+        lines = [f"Circuit: {counts}", *self._layers_in_words(), *self._edges_in_words()]
+        if self.n_left_out:
+            left_out = number_of(self.n_left_out, "edge")
+            lines.append(f"  left out: {left_out} on no path from the input to the logits")
+        return "\n".join(lines)
+
+    def _layers_in_words(self) -> list[str]:
+        """Return a line for each of the first layers, with its heads and its other nodes."""
+        nodes_of: dict[int, list[NodeName]] = {}
+        for node in self.nodes:
+            if node.layer is not None:
+                nodes_of.setdefault(node.layer, []).append(node)
+        rows = []
+        for layer, nodes in [*nodes_of.items()][:_LAYERS_SHOWN]:
+            heads = [str(node.number) for node in nodes if node.kind == "head"]
+            numbers = ", ".join(heads[:_HEADS_SHOWN])
+            if n_more := len(heads) - _HEADS_SHOWN:
+                numbers += f", … {n_more} more" if n_more > 0 else ""
+            in_words = f"head{'s' * (len(heads) > 1)} {numbers}" if heads else ""
+            others = ["MLP" if n.kind == "mlp" else str(n) for n in nodes if n.kind != "head"]
+            rows.append([f"layer {layer}", in_words, ", ".join(others)])
+        # A circuit without heads has no column of heads.
+        filled = [column for column in zip(*rows, strict=True) if any(column)]
+        lines = aligned_rows([*zip(*filled, strict=True)])
+        if len(nodes_of) > len(rows):
+            lines.append(f"… {number_of(len(nodes_of) - len(rows), 'more layer')}")
+        return [f"  {line}" for line in lines]
+
+    def _edges_in_words(self) -> list[str]:
+        """Return a heading, and a line for each of the edges with the largest absolute scores.
+
+        Edges without a score are last, in the order of the circuit.
+        """
+        scores = self.scores[self.kept].tolist()
+        if not scores:
+            return []
+        edges = sorted(
+            zip(self, scores, strict=True),
+            key=lambda edge: -math.inf if math.isnan(edge[1]) else abs(edge[1]),
+            reverse=True,
+        )
+        rows = []
+        for name, score in edges[:_EDGES_SHOWN]:
+            rows.append([name, "" if math.isnan(score) else f"{score:+.4g}"])
+        lines = [f"    {line}" for line in aligned_rows(rows)]
+        if len(edges) > len(rows):
+            lines.append(f"    … {number_of(len(edges) - len(rows), 'more edge')}: list(circuit)")
+        meaning = "the effect of replacing each edge (negative if the edge helps)"
+        heading = "edges" if math.isnan(edges[0][1]) else f"edges, with {meaning}"
+        return [f"  {heading}:", *lines]
 
 
 def largest(

@@ -43,8 +43,8 @@ def above(graph: Graph, scores: Result, threshold: float, signed: bool = False) 
     >>> from models import load
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
     >>> scores = edge_attribution(model, pairs)  # in logits
-    >>> above(Graph(model), scores, threshold=1.0)
-    Circuit: 12 of 479 edges, 7 of 22 nodes
+    >>> len(above(Graph(model), scores, threshold=1.0))
+    12
     """
     return _circuit(graph, scores, strengths(graph, scores, signed) > threshold)
 
@@ -52,8 +52,9 @@ def above(graph: Graph, scores: Result, threshold: float, signed: bool = False) 
 def top(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
     """Return the circuit of the `n` strongest edges.
 
-    Edges of unconnected nodes are then pruned, so the circuit may have fewer than `n` edges. The
-    function `greedy` selects edges that are connected.
+    Edges of unconnected nodes are then pruned, so the circuit may have fewer than `n` edges:
+    `n_left_out` is the number of pruned edges. The function `greedy` selects edges that are
+    connected.
 
     Args:
         graph, scores, signed: see `above`.
@@ -70,6 +71,21 @@ def top(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
     >>> top(Graph(model), edge_attribution(model, pairs), 10)
     Circuit: 9 of 479 edges, 7 of 22 nodes
+      layer 0  head 3  MLP
+      layer 1          MLP
+      layer 2          MLP
+      layer 3          MLP
+      edges, with the effect of replacing each edge (negative if the edge helps):
+        m2->logits       -4.864
+        input->a0.h3<v>  -4.835
+        input->m0        -3.429
+        a0.h3->m0        -2.86
+        m1->logits       -2.819
+        m3->logits       -2.763
+        m0->m1           +2.271
+        m1->m2           -2.134
+        m1->m3           +1.991
+      left out: 1 edge on no path from the input to the logits
     """
     return _circuit(graph, scores, largest(strengths(graph, scores, signed), n, graph))
 
@@ -80,7 +96,7 @@ def greedy(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circui
     Each step selects the strongest edge that leads to a node of the circuit so far (Hanna et al.
     2024). So every selected edge has a path to the logits, unlike an edge that `top` selects. At
     the end, edges from nodes without incoming edges are pruned, so the circuit may have fewer than
-    `n` edges.
+    `n` edges: `n_left_out` is the number of pruned edges.
 
     Args:
         graph: the graph of the model.
@@ -100,8 +116,8 @@ def greedy(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circui
     >>> from models import load
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
     >>> circuit = greedy(Graph(model), edge_attribution(model, pairs), 10)
-    >>> circuit
-    Circuit: 10 of 479 edges, 7 of 22 nodes
+    >>> len(circuit), circuit.n_left_out
+    (10, 0)
     >>> list(circuit)[:4]
     ['input->a0.h3<v>', 'input->m0', 'a0.h3->m0', 'm0->m1']
     """

@@ -3,13 +3,16 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hooks.base import explains_calls
 from interp.plots.parts import axis_part, thinned
 from interp.plots.view import View, limit_of, visible, visible_title
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # The largest numbers that a browser draws without a pause.
 _MOST_EDGES = 400
@@ -23,7 +26,7 @@ def circuit(circuit: Any, curve: Any = None) -> View:
     """Draw a circuit, with layers upward and edges by score.
 
     A slider chooses the number of edges. Of the strongest edges, only the edges on a path from the
-    input to the output are drawn.
+    input to the output are drawn. The figure, for `.png`, `.pdf` and `.svg`, has no slider.
 
     Solid edges help the metric, and dashed edges harm it. Only connected nodes are drawn.
 
@@ -45,6 +48,9 @@ def circuit(circuit: Any, curve: Any = None) -> View:
     rows, edges = circuit.drawn()
     order = sorted(edges, key=lambda edge: -abs(edge.score))
     drawn = order[:_MOST_EDGES]
+    note = thinned(len(order), len(drawn), "edges")
+    # The first line of a printed circuit counts its edges and nodes.
+    title = repr(circuit).splitlines()[0]
     part = {
         "kind": "network",
         "title": "circuit",
@@ -52,14 +58,23 @@ def circuit(circuit: Any, curve: Any = None) -> View:
         "edges": [edge[:3] for edge in drawn],
         "names": _meanings(rows),
         "scores": torch.tensor([edge.score for edge in drawn], dtype=torch.float64),
-        "note": thinned(len(order), len(drawn), "edges"),
+        "note": note,
     }
     if curve is not None:
         n_edges = int(circuit.graph.allowed.sum())
         means = curve.absolute.mean().tolist()
         sizes = (int(share * n_edges) for share in curve.absolute.labels["edges"])
         part["faithfulness"] = [*zip(sizes, means, strict=True)]
-    return View(repr(circuit), [part])
+
+    def plot() -> "Figure":
+        from interp.plots import matplotlib_figures
+
+        lines = [title, note]
+        if any(edge.score for edge in drawn):
+            lines.insert(1, "blue: the edge helps the metric; red, dashed: the edge harms it")
+        return matplotlib_figures.network(rows, drawn, title="\n".join(filter(None, lines)))
+
+    return View(title, [part], plot=plot)
 
 
 def _meanings(rows: Sequence[Sequence[Any]]) -> list[str]:

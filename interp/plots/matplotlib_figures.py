@@ -10,7 +10,7 @@ from torch import Tensor
 
 from interp.plots.figure import Axes, Figure, Picture
 from interp.plots.parts import facts_of, headline
-from interp.plots.view import plotted_axes
+from interp.plots.view import Arrow, plotted_axes
 
 AxisLabels = Mapping[str, Sequence[Any]]
 """For the name of each axis, in order, a label for each index."""
@@ -256,6 +256,75 @@ def lines(
     if len(series) <= 12:
         axes.legend()
     return figure
+
+
+def network(rows: Sequence[Sequence[str]], arrows: Sequence[Arrow], title: str) -> Figure:
+    """Plot nodes in rows, the first row at the bottom, and arrows between them.
+
+    An arrow is wider if its score is larger. An arrow with a negative score is blue, and bends to
+    the right. An arrow with a positive score is red and dashed, and bends to the left. An arrow
+    without a score is grey. The part of the node, such as `q`, is written on its arrow.
+
+    Args:
+        rows: the names of the nodes in each row.
+        arrows: the arrows. The first one is drawn above all others.
+        title: the title above the plot.
+    """
+    widest = max(map(len, rows), default=1)
+    figure, axes = _framed((_inches(3 * widest), _inches(2 * len(rows))), title)
+    places = {}
+    for height, row in enumerate(rows):
+        for n, node in enumerate(row):
+            places[node] = (1.5 * (n - (len(row) - 1) / 2), float(height))
+    largest = max((abs(arrow.score) for arrow in arrows), default=0) or 1
+    for arrow in reversed(arrows):
+        harms = arrow.score > 0
+        colour = "#b2182b" if harms else "#2166ac"
+        bend = -0.25 if harms else 0.25
+        style: dict[str, Any] = {
+            "arrowstyle": "-|>",
+            "connectionstyle": f"arc3,rad={bend}",
+            "color": colour if arrow.score else "grey",
+            "linestyle": "dashed" if harms else "solid",
+            "linewidth": 0.5 + 2.5 * abs(arrow.score) / largest,
+            "shrinkA": 9,
+            "shrinkB": 9,
+        }
+        start, end = places[arrow.start], places[arrow.end]
+        axes.annotate("", xy=end, xytext=start, arrowprops=style)
+        if arrow.part:
+            at = _on_arc(start, end, bend)
+            box = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none"}
+            axes.text(*at, arrow.part, fontsize="xx-small", color=style["color"], bbox=box)
+    for node, (x, y) in places.items():
+        box = {"boxstyle": "round", "facecolor": "white", "edgecolor": "grey"}
+        axes.text(x, y, node, ha="center", va="center", fontsize="x-small", bbox=box)
+    reach = 0.75 * widest + 0.15 * len(rows)
+    axes.set_xlim(-reach, reach)
+    axes.set_ylim(-0.7, len(rows) - 0.3)
+    # matplotlib bends arrows on the screen, so `_on_arc` needs axes of one scale.
+    axes.set_aspect("equal")
+    axes.set_axis_off()
+    return figure
+
+
+def _on_arc(
+    start: tuple[float, float], end: tuple[float, float], bend: float
+) -> tuple[float, float]:
+    """Return a place near the end of an arc, a Bézier curve as matplotlib draws it with `arc3`.
+
+    Args:
+        start, end: the two ends.
+        bend: the distance of the control point from the middle, divided by the length.
+    """
+    (x0, y0), (x1, y1) = start, end
+    control = ((x0 + x1) / 2 + bend * (y1 - y0), (y0 + y1) / 2 - bend * (x1 - x0))
+    share = 0.75
+    x, y = (
+        (1 - share) ** 2 * a + 2 * share * (1 - share) * b + share**2 * c
+        for a, b, c in zip(start, control, end, strict=True)
+    )
+    return x, y
 
 
 def _framed(size: tuple[float, float], title: str) -> tuple[Figure, Axes]:

@@ -18,6 +18,7 @@ from interp.graph import Graph, circuits
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import above, greedy, random, top
 from interp.graph.mib import read_mib, write_mib
+from models import Transformer, TransformerConfig
 from tests.interp.graph.scored import EDGES, GRAPH, by_edge, scored
 from tests.reference import variant
 
@@ -342,3 +343,107 @@ def test_the_drawing_has_each_node_and_edge():
         if feeds(node, edge.split("->")[1])
     ]
     assert sorted((start, end, score) for start, end, _, score in arrows) == sorted(expected)
+
+
+def drawn_by_hand():
+    """Return a circuit with three scores, one unknown score, and an edge on no path."""
+    edges = ["input->a0.h1<q>", "a0.h1->m1", "m1->logits", "input->logits", "m0->m1"]
+    scores = torch.full(GRAPH.allowed.shape, math.nan)
+    for edge, score in zip(edges, [0.5, -2.0, -0.25, math.nan, 9.0], strict=True):
+        scores[GRAPH.index(edge)] = score
+    return Circuit(GRAPH, edges, scores)
+
+
+def test_a_printed_circuit_lists_nodes_and_the_edges_with_the_largest_scores():
+    lines = [line.split() for line in repr(drawn_by_hand().pruned()).splitlines()]
+    assert lines[0][:2] == ["Circuit:", "4"]
+    assert lines[1:3] == [["layer", "0", "head", "1"], ["layer", "1", "MLP"]]
+    assert lines[4:8] == [
+        ["a0.h1->m1", "-2"],
+        ["input->a0.h1<q>", "+0.5"],
+        ["m1->logits", "-0.25"],
+        ["input->logits"],  # its score is unknown
+    ]
+    # `m0` reads nothing.
+    assert " ".join(lines[8]) == "left out: 1 edge on no path from the input to the logits"
+    assert len(lines) == 9
+    assert "left out" not in repr(drawn_by_hand())
+    assert repr(drawn_by_hand() - drawn_by_hand()).startswith("Circuit: 0 of")
+    assert len(repr(drawn_by_hand() - drawn_by_hand()).splitlines()) == 1
+
+
+def test_a_circuit_without_heads_has_no_column_of_heads():
+    assert repr(Circuit(GRAPH, ["m0->logits"])).splitlines()[1] == "  layer 0  MLP"
+
+
+def test_edges_without_scores_are_listed_in_their_order():
+    circuit = Circuit(GRAPH, EDGES)
+    lines = repr(circuit).splitlines()
+    start = lines.index("  edges:") + 1
+    assert [line.strip() for line in lines[start : start + 20]] == [*circuit][:20]
+    assert lines[start + 20].split()[:2] == ["…", f"{len(EDGES) - 20}"]
+    assert len(lines) == start + 21
+
+
+def test_long_lists_of_layers_and_heads_are_cut():
+    model = Transformer(
+        TransformerConfig(vocab_size=7, n_ctx=5, n_layers=17, n_heads=13, d_model=13, d_mlp=2)
+    )
+    graph = Graph(model)
+    lines = repr(Circuit(graph, graph.allowed)).splitlines()
+    assert lines[1] == "  layer 0   heads 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, … 1 more  MLP"
+    assert lines[14].startswith("  layer 13")
+    assert lines[15] == "  … 3 more layers"
+    assert len(lines) <= 40
+
+
+def test_the_number_of_edges_that_were_left_out(tmp_path):
+    scores = scored(5)
+    strongest = {EDGES[i] for i in scores.values.mean(-1).abs().topk(30).indices.tolist()}
+    circuit = top(GRAPH, scores, 30)
+    assert circuit.n_left_out == 30 - len(connected(strongest)) > 0
+    assert circuit.pruned().n_left_out == circuit.n_left_out
+    circuit.save(tmp_path / "circuit")
+    assert Circuit.load(tmp_path / "circuit", GRAPH).n_left_out == circuit.n_left_out
+    assert (circuit | circuit).n_left_out == 0
+
+
+def test_a_figure_has_each_node_and_an_arrow_for_each_edge(tmp_path):
+    to_hex = pytest.importorskip("matplotlib.colors", reason="needs the extra plots").to_hex
+    circuit = drawn_by_hand().pruned()
+    texts = circuit.plot().axes[0].texts
+    heights = {text.get_text(): text.get_position()[1] for text in texts}
+    del heights[""], heights["q"]
+    arrows = [text.arrow_patch for text in texts if text.get_text() == ""]
+    assert sorted(heights) == sorted(circuit.nodes)
+    assert heights["input"] < heights["a0.h1"] < heights["m1"] < heights["logits"]
+    # From the weakest edge: `input->logits` has no score, and then 0.25, 0.5 and 2.
+    widths = [arrow.get_linewidth() for arrow in arrows]
+    assert widths == pytest.approx([0.5, 0.5 + 2.5 / 8, 0.5 + 2.5 / 4, 3.0])
+    styles = [(arrow.get_linestyle(), to_hex(arrow.get_edgecolor())) for arrow in arrows]
+    blue = ("solid", "#2166ac")
+    assert styles == [("solid", "#808080"), blue, ("dashed", "#b2182b"), blue]
+    assert "harms" in circuit.plot().get_suptitle()
+    assert "harms" not in Circuit(GRAPH, ["input->logits"]).plot().get_suptitle()
+    circuit.save(tmp_path / "circuit.png")
+    assert (tmp_path / "circuit.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_part_of_a_head_is_written_on_its_arrow():
+    pytest.importorskip("matplotlib", reason="needs the extra plots")
+    heads = ("a0.h1", "a0.h4")
+    edges = [(f"input->{head}<q>", f"{head}->logits") for head in heads]
+    figure = Circuit(GRAPH, itertools.chain(*edges)).plot()
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    arrows = [text.arrow_patch for text in axes.texts if text.get_text() == ""]
+    letters = [text.get_position() for text in axes.texts if text.get_text() == "q"]
+    assert len(letters) == 2
+    for letter in letters:
+        at = axes.transData.transform(letter)
+        gaps = []
+        for arrow in arrows:
+            # matplotlib has drawn the curve, in pixels.
+            curve = arrow.get_transform().transform_path(arrow.get_path()).interpolated(400)
+            gaps += [math.dist(at, place) for place in curve.vertices]
+        assert min(gaps) < 2
