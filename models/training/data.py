@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
 from hooks.base import (
     at_least_float32,
@@ -22,6 +22,7 @@ from hooks.base import (
     shown,
     skip_token_checks,
     to_device,
+    uncompiled,
     way_to_logits,
     without_gradients,
 )
@@ -313,6 +314,7 @@ def evaluate(
         windows.
 
     Raises:
+        TypeError: if the model is not a `Transformer`.
         ValueError: if the tokens are not integers or are outside the vocabulary, if the text or
             each walk is shorter than a window and its next token, or if `batch` is below 1.
 
@@ -321,7 +323,7 @@ def evaluate(
     >>> round(evaluate(Transformer(config), torch.arange(5)).perplexity)  # it knows nothing yet
     7
     """
-    require_module(model)
+    require_plain_model(model)
     length = model.config.n_ctx
     require_integer("batch", batch)
     tokens = tensor_of(tokens, "tokens")
@@ -332,6 +334,21 @@ def evaluate(
     losses = torch.cat(batch_losses).cpu().double()
     error = losses.std().item() / len(losses) ** 0.5 if len(losses) > 1 else None
     return Evaluation(losses.mean().item(), characters_per_token, error)
+
+
+def require_plain_model(model: nn.Module) -> None:
+    """Check that a model to train or to evaluate is a `Transformer`, which may be compiled.
+
+    Raises:
+        TypeError: if it is another model.
+    """
+    require_module(model)
+    if not isinstance(uncompiled(model), Transformer):
+        raise TypeError(
+            f"model must be a models.Transformer; got a {type(model).__name__} (from_hf(model) "
+            "makes one of a model of transformers; interp.cross_entropy(texts) is a metric of the "
+            "loss for any model)"
+        )
 
 
 def check_learnable(what: str, tokens: Tensor, least: int, vocab_size: int) -> None:

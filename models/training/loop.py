@@ -20,6 +20,7 @@ from models.training.data import (
     TrainingConfig,
     TrainingText,
     check_learnable,
+    require_plain_model,
     row_losses,
     sample_batch,
     tensor_of,
@@ -103,6 +104,7 @@ def train(
         validation losses by step.
 
     Raises:
+        TypeError: if the model is not a `Transformer`.
         ValueError: before any work, if a text is shorter than a context and its next token, if a
             text has tokens outside the vocabulary, or if a checkpoint is damaged or belongs to
             another run. Later, if a batch contains tokens outside the vocabulary.
@@ -119,6 +121,7 @@ def train(
     >>> len(result.losses), list(result.validation)
     (3, [2, 3])
     """
+    require_plain_model(model)
     batches, texts = _batches_and_texts(data, validation, model=model, config=config)
     run = Run(model, config, texts=texts, directory=directory, loss=loss)
     with (

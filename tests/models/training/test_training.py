@@ -644,3 +644,11 @@ def test_there_must_be_something_to_resume(tmp_path):
     assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match="directory"):
         train(tiny(), TEXT, config(), resume=True)
+
+
+@pytest.mark.parametrize("job", [train, evaluate])
+def test_only_plain_models_are_trained_and_evaluated(job):
+    """The error comes before any work, and names the ways for models of `transformers`."""
+    arguments = (TrainingConfig(steps=1),) if job is train else ()
+    with pytest.raises(TypeError, match=r"got a Linear \(from_hf\(model\).*cross_entropy"):
+        job(torch.nn.Linear(2, 2), torch.zeros(100, dtype=torch.long), *arguments)
