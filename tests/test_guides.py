@@ -47,7 +47,8 @@ def test_a_guide_prints_its_stored_outputs(path):
         warnings.simplefilter("ignore", FutureWarning)  # peft uses an old name of transformers
         for code, stored in build.cells(path):
             printed = build.printed(code, names)
-            if stored is not None:
+            # A cell may say that training amplifies the rounding of the machine.
+            if stored is not None and "differ between machines" not in code:
                 assert_same(printed, stored)
     torch.set_grad_enabled(True)  # some pages switch gradients off
 
