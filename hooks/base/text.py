@@ -239,7 +239,11 @@ class Text(HintsAtNames):
         if isinstance(rows, slice) and every[rows] == every:
             return self
         require_rows(self.more, self.tokens.shape[:2])
-        return self.changed(lambda value: value[rows])
+
+        def selected(value: Tensor) -> Tensor:
+            return value[rows if isinstance(rows, slice) else to_device(rows, value.device)]
+
+        return self.changed(selected)
 
     def repeated(self, n: int) -> "Text":
         """Return `n` copies of the texts in sequence. For errors see `rows`."""

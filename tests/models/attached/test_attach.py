@@ -216,7 +216,7 @@ def test_a_part_or_a_model_around_is_refused():
 
 def test_wrong_calls_are_errors(monkeypatch):
     model = made("gpt2")
-    with pytest.raises(ValueError, match=r"example=.* Linear without an nn\.Embedding"):
+    with pytest.raises(ValueError, match=r"example=.* Linear has no nn\.Embedding"):
         attach(nn.Linear(2, 3))
     model.lm_head.weight.data[0] = torch.nan
     with pytest.raises(ValueError, match="NaN"):
