@@ -99,7 +99,7 @@ class TopChanges:
     """The layers, the weights and the tokens that changed most.
 
     Attributes:
-        layers: the layers with the largest difference of the stream.
+        layers: the layers with the largest difference of the stream; only layers with a difference.
         weights: the weights with the largest relative change; only weights that changed.
         tokens: the tokens after which the predictions differ most.
     """
@@ -121,7 +121,7 @@ class TopChanges:
         return {**listed, "tables": listed["tables"] | weights["tables"]}
 
     def __repr__(self) -> str:
-        lines = []
+        lines = [] if self.layers else ["layers: no difference of the stream"]
         for layer, difference, next_text in self.layers:
             control = "" if math.isnan(next_text) else f" (next text {next_text:.4g})"
             lines.append(f"layer {layer}: difference of the stream {difference:.4g}{control}")
@@ -222,6 +222,7 @@ class ModelChange(plots.Shown):
         other = self.controls["stream"]["base on the next text"].values
         by_layer = zip(self.stream.labels["layer"], self.stream.values, other, strict=True)
         layers = [LayerChange(n, _mean(values), _mean(others)) for n, values, others in by_layer]
+        layers = [layer for layer in layers if layer.difference > 0]
         layers.sort(key=lambda layer: layer.difference, reverse=True)
         write = writer_of(self._models.tuned)
         random = self.controls["kl"]["random"].values
@@ -251,7 +252,8 @@ class ModelChange(plots.Shown):
                 have only two different exchanges.
 
         Raises:
-            ValueError: if the layer does not exist, or `first` is below 1.
+            ValueError: if the layer does not exist, if its streams are equal in both models, or if
+                `first` is below 1.
             TypeError: if the model has no `unembed`.
         """
         means = means_of(
@@ -262,6 +264,11 @@ class ModelChange(plots.Shown):
             first=first,
             batch=self._batch,
         )
+        if not means.difference().any():
+            raise ValueError(
+                f"layer must be a layer whose streams differ; got {layer}, where they are equal in "
+                "both models (change.stream has the difference of each layer)"
+            )
         directions = directions_of(means, draws=draws, seed=self._seed)
         return promoted(self._models, means.name, directions)
 

@@ -14,6 +14,7 @@ from interp.graph.circuit import Circuit
 from interp.graph.circuits import random, top
 from interp.json_form import Table, form
 from interp.kinds import require_made
+from interp.numbers.intervals import interval_text
 from interp.pairs.pairs import Pairs, of_pairs
 from interp.results.result import Result
 from interp.runs.circuit_runs import CircuitRuns
@@ -27,14 +28,20 @@ SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 class Area(NamedTuple):
-    """An area under a curve, with its 95% interval over examples."""
+    """An area under a curve, with its 95% interval over examples.
+
+    For a single example, the ends of the interval are NaN and are not printed.
+
+    >>> Area(0.25, 0.125, 0.5), Area(0.25, float("nan"), float("nan"))
+    (0.250  [0.125, 0.500], 0.250)
+    """
 
     value: float
     low: float
     high: float
 
     def __repr__(self) -> str:
-        return f"{self.value:.3f}  [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.value:.3f} {interval_text(self.low, self.high, '.3f')}".rstrip()
 
 
 @dataclass(frozen=True, eq=False, repr=False)

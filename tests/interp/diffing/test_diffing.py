@@ -346,7 +346,7 @@ def test_a_single_text_has_words_and_no_control_of_the_next_text(tuned, base):
     assert change.controls["stream"]["base on the next text"].values.isnan().all()
     assert "nan" not in repr(change)
     assert "need a second text" in repr(change)
-    assert change.lens(1).rows == ("difference", "random 0", "random 1", "random 2")
+    assert change.lens(2).rows == ("difference", "random 0", "random 1", "random 2")
 
 
 @pytest.mark.parametrize("places", [(DEVICE, SECOND), (SECOND, "cpu"), ("cpu", DEVICE)])
@@ -815,6 +815,16 @@ def test_hooks_on_a_model_act_in_a_comparison(base):
         change = compare_models(base, hooked, TEXTS)
     expected = compare_models(base, other, TEXTS)
     torch.testing.assert_close(change.stream.values, expected.stream.values, equal_nan=True)
+
+
+def test_layers_without_a_difference_are_not_listed_and_have_no_lens(change, base):
+    """The MLP of block 2 changed."""
+    assert {layer.layer for layer in change.top(4).layers} == {2, 3}
+    with pytest.raises(ValueError, match="layer must be a layer whose streams differ; got 1"):
+        change.lens(1)
+    same = compare_models(copy.deepcopy(base), base, TEXTS[:2]).top()
+    assert same.layers == same.weights == []
+    assert "layers: no difference of the stream" in repr(same)
 
 
 def test_the_top_changes_are_the_largest_numbers_of_each_table(change, tuned, base):
