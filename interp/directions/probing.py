@@ -198,6 +198,10 @@ def probe(
     have had other inputs in addition to tokens. The same applies to a store that contains only some
     positions of each text, or pooled values.
 
+    Texts of the two kinds may be pairs that differ in a few words. If the two texts of a pair are
+    in different folds, the fit learns the wrong label for the text that it is scored on. The AUROC
+    of a few such texts can be far below 0.5; use more texts.
+
     Args:
         model: any model with hook points, in evaluation mode.
         yes, no: the texts of each kind: strings, tokens, a cache or a store; see
