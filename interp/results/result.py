@@ -553,8 +553,12 @@ class Result(plots.Shown):
         if axis == "example":
             raise ValueError("axis must not be 'example': use mean() for the mean over examples")
         dim = self.axes.index(axis)
-        exists = None if self.exists is None else self.exists.any(dim)
-        return self._without(axis, self.values.sum(dim), exists=exists, bounds=None, counts=None)
+        values = self.values
+        exists = None
+        if self.exists is not None:
+            values = values.where(self.exists, 0)
+            exists = self.exists.any(dim)
+        return self._without(axis, values.sum(dim), exists=exists, bounds=None, counts=None)
 
     def __sub__(self, other: "Result") -> "Result":
         """Return the difference between the effects of two results, for each example.

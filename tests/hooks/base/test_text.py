@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hooks.base import Text, as_text, each_text, sides_of_padding
+from tests.pretended import DEVICE, Devices
 
 ROWS = [[3, 1, 4, 1], [5], [9, 2]]
 STRINGS = ("one", "two", "three")
@@ -52,6 +53,18 @@ def test_columns_and_positions_count_real_tokens():
     assert sides_of_padding(text.real[1:2]) == (False, False)
     assert sides_of_padding(text.real[:, 2:].flip(1)) == (True, True)
     assert sides_of_padding(text.real[2:, :4]) == (True, False)
+
+
+def test_a_mask_on_a_device_selects_rows():
+    """The texts also have strings, and a tensor that is on the CPU."""
+    with Devices():
+        tokens = torch.tensor([[3, 1], [5, 9], [2, 6]]).to(DEVICE)
+        kinds = torch.tensor([[0, 1], [1, 1], [0, 0]])
+        text = Text(tokens, None, STRINGS, more={"token_type_ids": kinds})
+        part = text.rows(torch.tensor([True, False, True]).to(DEVICE))
+        assert part.tokens.tolist() == [[3, 1], [2, 6]]
+        assert part.texts == ("one", "three")
+        assert part.more["token_type_ids"].tolist() == [[0, 1], [0, 0]]
 
 
 def test_all_parts_go_with_the_rows(text):

@@ -785,6 +785,15 @@ def test_a_sum_adds_nothing_at_missing_positions(unequal):
     assert unequal.sum("layer").mean().tolist() == [5.0, 8.0]
 
 
+def test_missing_values_that_are_nan_add_0_to_a_sum():
+    """The second of two texts has only the first of three positions."""
+    values = torch.tensor([[2.0, 5.0], [7.0, math.nan], [11.0, math.nan]])
+    exists = torch.tensor([[True, True], [True, False], [True, False]])
+    total = Result(values, ("pos", "example"), exists=exists).sum("pos")
+    assert total.values.tolist() == [20, 5]
+    assert total.exists is None
+
+
 def test_a_difference_exists_where_both_effects_exist(unequal):
     whole = replace(unequal, values=unequal.values - 1, exists=None)
     for difference in (unequal - whole, whole - unequal):

@@ -300,6 +300,16 @@ def test_padding_on_the_left_counts_no_positions(kind):
             torch.testing.assert_close(swept.values[0, row], zeroed.values[0, 0])
 
 
+def bloom_with(embedding, dtype):
+    """Return a small BLOOM, which accepts no positions, with other embeddings."""
+    torch.manual_seed(0)
+    embedding.reset_parameters()
+    config = transformers.BloomConfig(vocab_size=23, hidden_size=128, n_layer=2, n_head=4)
+    model = transformers.BloomForCausalLM(config).eval()
+    model.transformer.word_embeddings = embedding
+    return model.to(dtype)
+
+
 class Mapped(nn.Embedding):
     """Embeddings that round differently if they read another number of columns.
 
@@ -317,11 +327,8 @@ class Mapped(nn.Embedding):
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_padding_on_the_left_of_a_model_that_maps_its_embeddings(dtype):
-    torch.manual_seed(0)
-    config = transformers.BloomConfig(vocab_size=23, hidden_size=128, n_layer=2, n_head=4)
-    model = transformers.BloomForCausalLM(config).eval()
-    embedding = model.transformer.word_embeddings = Mapped(23, 128)
-    model.to(dtype)
+    embedding = Mapped(23, 128)
+    model = bloom_with(embedding, dtype)
     # With fewer columns, the values are rounded differently.
     assert not torch.equal(embedding(TOKENS[:, 1:]), embedding(TOKENS)[:, 1:])
     alone = [
@@ -346,11 +353,7 @@ class Counted(nn.Embedding):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_padding_on_the_left_of_a_model_that_adds_a_vector_for_each_column_is_an_error(dtype):
     """In bfloat16, the vectors change the logits by less than the rounding of a run."""
-    torch.manual_seed(0)
-    config = transformers.BloomConfig(vocab_size=23, hidden_size=128, n_layer=2, n_head=4)
-    model = transformers.BloomForCausalLM(config).eval()
-    model.transformer.word_embeddings = Counted(23, 128)
-    model.to(dtype)
+    model = bloom_with(Counted(23, 128), dtype)
     with attach(model), pytest.raises(ValueError, match="must be padded on the right"):
         model(TOKENS, attention_mask=PADDED, use_cache=False)
 
