@@ -1,6 +1,6 @@
 """The signatures of all public names, which `signatures.txt` records.
 
-A change of this file is a change of what users write. List it in examples/guides/changes.md, and
+A change of the record is a change of what users write. List it in examples/guides/changes.md, and
 keep the promise that "Stability" gives there. This command writes the file anew:
 
     python -m tests.test_signatures
