@@ -6,41 +6,29 @@ import io
 import pytest
 import torch
 
+from tests import tiny
+
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
-GPT2 = dict(vocab_size=23, n_positions=19, n_embd=12, n_layer=3, n_head=2, n_inner=17)
-SIZES = dict(
-    vocab_size=23,
-    hidden_size=12,
-    intermediate_size=17,
-    num_hidden_layers=3,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=6,
-    max_position_embeddings=19,
-    pad_token_id=None,
-    eos_token_id=None,
-)
-BART = dict(vocab_size=23, d_model=12, encoder_attention_heads=2, decoder_attention_heads=2)
 KINDS = {
-    "gpt2": ("GPT2LMHeadModel", GPT2),
-    "llama": ("LlamaForCausalLM", SIZES),
-    "gemma3": ("Gemma3ForCausalLM", SIZES | dict(sliding_window=3)),
-    "bloom": ("BloomForCausalLM", dict(vocab_size=23, hidden_size=12, n_layer=3, n_head=2)),
-    "bert": ("BertForMaskedLM", SIZES),
+    "gpt2": ("GPT2LMHeadModel", dict(n_inner=17)),
+    "llama": ("LlamaForCausalLM", {}),
+    "gemma3": ("Gemma3ForCausalLM", dict(sliding_window=3)),
+    "bloom": ("BloomForCausalLM", {}),
+    "bert": ("BertForMaskedLM", {}),
 }
+"""The class of each kind, and the sizes that differ from `tiny.SIZES`."""
 TOKENS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3], [5, 8, 9, 7, 9]])
 
 
 def made(kind, config=None, attention=None, dtype=torch.float64):
     """Return a model with large random weights, the same at each call."""
     name, sizes = KINDS[kind]
-    maker = getattr(transformers, name)
-    config = maker.config_class(**sizes) if config is None else config
+    config = tiny.config(name, **sizes) if config is None else config
     if attention:
         config._attn_implementation = attention
     torch.manual_seed(0)
-    model = maker(config).eval().to(dtype)
+    model = tiny.named(name)(config).eval().to(dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for value in model.parameters():

@@ -17,8 +17,9 @@ from interp.protocol import of
 from models import attach
 from models.attached.context import keeps_only_keys
 from models.text.tokenizer import CharTokenizer
+from tests import tiny
 from tests.attachable import CACHE
-from tests.models.attached.kinds import KINDS, SIZES, TOKENS, made
+from tests.models.attached.kinds import KINDS, TOKENS, made
 from tests.reference import separately
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
@@ -222,7 +223,7 @@ def test_wrong_calls_are_errors(monkeypatch):
     with pytest.raises(ValueError, match="NaN"):
         attach(model)
     with pytest.raises(ValueError, match="ModuleList"):
-        attach(transformers.AlbertForMaskedLM(transformers.AlbertConfig(**SIZES, embedding_size=6)))
+        attach(tiny.model("AlbertForMaskedLM", embedding_size=6))
     model.embed = nn.Identity()
     with pytest.raises(ValueError, match="embed"):
         attach(model)
@@ -296,8 +297,7 @@ def test_points_of_outputs_are_right_in_half_precision(part):
 
 @torch.no_grad()
 def test_outputs_that_are_scaled_before_they_are_added():
-    config = transformers.GraniteConfig(**SIZES, residual_multiplier=0.7, logits_scaling=3.0)
-    model = transformers.GraniteForCausalLM(config).eval()
+    model = tiny.model("GraniteForCausalLM", residual_multiplier=0.7, logits_scaling=3.0)
     attach(model)
     runner = HookedRunner(model)
     cache = runner.run_with_cache(TOKENS)[1]
@@ -488,8 +488,7 @@ def test_weights_where_the_family_is_known():
 @torch.no_grad()
 def test_a_block_without_attention():
     kinds = ["full_attention", "conv", "full_attention"]
-    config = transformers.Lfm2Config(**SIZES | dict(layer_types=kinds, hidden_size=16))
-    model = transformers.Lfm2ForCausalLM(config).eval()
+    model = tiny.model("Lfm2ForCausalLM", layer_types=kinds, hidden_size=16)
     attach(model)
     cache = HookedRunner(model).run_with_cache(TOKENS)[1]
     assert "blocks.0.attn_out" in cache

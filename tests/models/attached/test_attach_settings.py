@@ -32,25 +32,19 @@ from models import Sampling, attach, detach, from_hf, generate
 from models.attached.context import _is_causal
 from models.attached.parts import norm_of
 from models.attached.probe import Call
-from tests import attachable, seeing
+from tests import attachable, seeing, tiny
 from tests.attachable import CACHE
-from tests.models.attached.kinds import BART, GPT2, KINDS, SIZES, TOKENS, in_form, made
+from tests.models.attached.kinds import KINDS, TOKENS, in_form, made
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 MORE = {
     **KINDS,
-    "roberta": ("RobertaForMaskedLM", SIZES | dict(pad_token_id=0)),
-    "distilbert": (
-        "DistilBertForMaskedLM",
-        dict(vocab_size=23, dim=12, hidden_dim=17, n_layers=3, n_heads=2),
-    ),
-    "modernbert": ("ModernBertForMaskedLM", SIZES | dict(cls_token_id=1, sep_token_id=2)),
-    "bart": ("BartForCausalLM", BART | dict(decoder_layers=2, is_encoder_decoder=False)),
-    "ctrl": (
-        "CTRLLMHeadModel",
-        dict(vocab_size=23, n_positions=19, n_embd=12, dff=17, n_layer=3, n_head=2),
-    ),
+    "roberta": ("RobertaForMaskedLM", dict(pad_token_id=0)),
+    "distilbert": ("DistilBertForMaskedLM", dict(hidden_dim=17)),
+    "modernbert": ("ModernBertForMaskedLM", dict(cls_token_id=1, sep_token_id=2)),
+    "bart": ("BartForCausalLM", dict(is_encoder_decoder=False)),
+    "ctrl": ("CTRLLMHeadModel", dict(dff=17)),
 }
 PADDED = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
 
@@ -58,9 +52,7 @@ PADDED = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
 def other(kind, dtype=torch.float32):
     """Return a tiny random model of a kind in `MORE`."""
     name, sizes = MORE[kind]
-    maker = getattr(transformers, name)
-    torch.manual_seed(0)
-    return maker(maker.config_class(**sizes)).eval().to(dtype)
+    return tiny.model(name, **sizes).to(dtype)
 
 
 @pytest.mark.sampled(12)
@@ -260,7 +252,7 @@ def test_a_mode_of_attention_of_its_own_stays(at_attach):
 
     Only in half precision do the numbers of this option differ from the usual kernels.
     """
-    config = transformers.GPT2Config(**GPT2, reorder_and_upcast_attn=True)
+    config = tiny.config("GPT2Config", reorder_and_upcast_attn=True)
     model = made("gpt2", config, "eager", torch.bfloat16)
     with torch.no_grad():
         plain = model(TOKENS).logits
@@ -573,18 +565,9 @@ def test_a_model_that_reads_images_too():
     """The forward of the model passes keywords to a part, and this part passes them to the model of
     the text.
     """
-    text = transformers.LlamaConfig(**SIZES | dict(vocab_size=29))
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=10,
-        intermediate_size=14,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=8,
-        patch_size=4,
-    )
     config = transformers.LlavaConfig(
-        vision_config=vision,
-        text_config=text,
+        vision_config=tiny.config("CLIPVisionConfig", hidden_size=10, image_size=8, patch_size=4),
+        text_config=tiny.config("LlamaConfig", vocab_size=29),
         image_token_index=28,
         image_seq_length=4,
         vision_feature_layer=-1,
@@ -675,8 +658,7 @@ def test_weights_of_another_library_are_named():
 
 
 def test_a_model_without_a_head_has_no_logits():
-    config = transformers.LlamaConfig(**SIZES)
-    model = transformers.LlamaModel(config).eval()
+    model = tiny.model("LlamaModel")
     with attach(model):
         _, cache = run_with_cache(model, TOKENS)
         with pytest.raises(TypeError, match="unembed"):
@@ -684,14 +666,14 @@ def test_a_model_without_a_head_has_no_logits():
 
 
 def test_positions_if_the_first_layer_has_no_keys():
-    config = transformers.MiniMaxConfig(
-        **SIZES | dict(num_hidden_layers=2, intermediate_size=20),
+    model = tiny.model(
+        "MiniMaxForCausalLM",
+        num_hidden_layers=2,
+        intermediate_size=20,  # the kernel of the experts needs a multiple of 16 bytes
         layer_types=["linear_attention", "full_attention"],
         num_local_experts=2,
         block_size=4,
     )
-    torch.manual_seed(0)
-    model = transformers.MiniMaxForCausalLM(config).eval()
     starts = []
     with attach(model), torch.no_grad():
         seen = {
@@ -703,16 +685,15 @@ def test_positions_if_the_first_layer_has_no_keys():
 
 
 def test_shared_keys_are_edited_for_all_with_and_without_a_cache():
-    config = transformers.Gemma4TextConfig(
-        **SIZES | dict(num_hidden_layers=4),
+    model = tiny.model(
+        "Gemma4ForCausalLM",
+        num_hidden_layers=4,
         num_kv_shared_layers=2,
         hidden_size_per_layer_input=3,
         vocab_size_per_layer_input=23,
         global_head_dim=6,
         layer_types=["sliding_attention", "full_attention"] * 2,
     )
-    torch.manual_seed(0)
-    model = transformers.Gemma4ForCausalLM(config).eval()
     for name in ("k", "v"):
         with attach(model), torch.no_grad():
             twice = {f"blocks.1.attn.{name}": edits.scale(3.0)}
@@ -774,9 +755,9 @@ def test_a_list_of_heads_longer_than_the_blocks():
             output.logits = output.logits + hidden.sum()
             return output
 
-    model = Headed(transformers.LlamaConfig(**SIZES)).eval()
+    model = Headed(tiny.config("LlamaConfig", num_hidden_layers=3)).eval()
     with attach(model):
-        assert len(of(model).blocks) == SIZES["num_hidden_layers"]
+        assert len(of(model).blocks) == 3
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -799,7 +780,7 @@ def test_a_copy_that_would_compute_something_else_is_an_error():
             return output
 
     with pytest.raises(ValueError, match="forward"):
-        from_hf(Doubled(transformers.LlamaConfig(**SIZES)))
+        from_hf(Doubled(tiny.config("LlamaConfig")))
     model = made("llama")
     model.model.layers[1].register_forward_hook(lambda module, args, output: output * 2)
     with pytest.raises(ValueError, match="layers.1"):
@@ -882,16 +863,7 @@ def test_positions_of_several_sections_go_with_their_texts(kind, batch):
     if not seeing.is_there("qwen3_vl"):
         pytest.skip("needs a later transformers")
     rope = dict(rope_type="default", mrope_section=[1, 1, 1], rope_theta=10000.0)
-    sizes = dict(
-        vocab_size=29,
-        hidden_size=24,
-        intermediate_size=20,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=6,
-        rope_parameters=rope,
-    )
+    sizes = tiny.SIZES | dict(hidden_size=24, num_attention_heads=4, rope_parameters=rope)
     if kind == "qwen2_vl":
         config = transformers.Qwen2VLConfig(text_config=sizes)
         maker = transformers.Qwen2VLForConditionalGeneration
@@ -1005,22 +977,19 @@ def test_embeddings_may_be_given_instead_of_tokens():
 
 def on_meta():
     with torch.device("meta"):
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
-
-
-def tiny(name, **sizes):
-    maker = getattr(transformers, name)
-    heads = dict(hidden_size=12, num_hidden_layers=2, num_attention_heads=2)
-    return maker(maker.config_class(**heads | sizes)).eval()
+        return tiny.model("LlamaForCausalLM")
 
 
 REFUSED = {
     "compiled": (lambda: torch.compile(made("llama")), "before torch.compile"),
     "meta": (on_meta, "must have weights"),
-    "images": (lambda: tiny("ViTForImageClassification", image_size=8, patch_size=4), "example="),
-    "choices": (lambda: tiny("BertForMultipleChoice", **SIZES), "MultipleChoice raised"),
+    "images": (
+        lambda: tiny.model("ViTForImageClassification", image_size=8, patch_size=4),
+        "example=",
+    ),
+    "choices": (lambda: tiny.model("BertForMultipleChoice"), "MultipleChoice raised"),
     "prompts before": (
-        lambda: tiny("CpmAntForCausalLM", vocab_size=23, dim_head=6, dim_ff=17),
+        lambda: tiny.model("CpmAntForCausalLM", dim_head=6, dim_ff=17),
         "a position for each of 7 tokens",
     ),
 }
@@ -1051,10 +1020,10 @@ SETTINGS = {
 }
 DECODERS = {
     **KINDS,
-    "qwen3": ("Qwen3ForCausalLM", SIZES),
-    "olmo2": ("Olmo2ForCausalLM", SIZES),
-    "neox": ("GPTNeoXForCausalLM", {n: v for n, v in SIZES.items() if "_key_" not in n}),
-    "mistral": ("MistralForCausalLM", SIZES | dict(sliding_window=3)),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "olmo2": ("Olmo2ForCausalLM", {}),
+    "neox": ("GPTNeoXForCausalLM", {}),
+    "mistral": ("MistralForCausalLM", dict(sliding_window=3)),
 }
 
 
@@ -1111,11 +1080,9 @@ def blocks_in(model):
 def test_settings_in_drawn_pairs(chosen):
     """Logits, values and an edit are bitwise those of PyTorch's own hooks on a plain copy."""
     name, sizes = DECODERS[chosen["kind"]]
-    maker = getattr(transformers, name)
-    config = maker.config_class(**sizes)
-    config._attn_implementation = chosen["attention"]
-    torch.manual_seed(0)
-    plain = in_form(maker(config).eval().to(chosen["dtype"]), chosen["form"])
+    whole = tiny.model(name, **sizes, attn_implementation=chosen["attention"])
+    config = whole.config
+    plain = in_form(whole.to(chosen["dtype"]), chosen["form"])
     model = copy.deepcopy(plain)
     inputs = {"tokens": dict(input_ids=TOKENS), "embeddings": {}}[chosen["input"]]
     if not inputs:

@@ -5,7 +5,8 @@ import torch
 
 from hooks import HookedRunner
 from models import attach
-from tests.models.attached.kinds import SIZES, made, transformers
+from tests import tiny
+from tests.models.attached.kinds import made
 
 TOKENS = torch.randint(23, (2, 7), generator=torch.Generator().manual_seed(3))
 RIGHT = torch.ones(2, 7).long()
@@ -40,7 +41,7 @@ def test_pieces_equal_the_model(kind, attention, mask):
 
 
 def test_a_window_that_reaches_all_positions_is_divided():
-    config = transformers.Gemma3TextConfig(**SIZES | dict(sliding_window=8))
+    config = tiny.config("Gemma3TextConfig", sliding_window=8)
     model = made("gemma3", config, attention="sdpa")
     wanted = model(TOKENS).logits
     with attach(model) as attached:

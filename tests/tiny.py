@@ -1,0 +1,64 @@
+"""Tiny random models of `transformers`, from the few sizes in which a test differs from `SIZES`."""
+
+import pytest
+import torch
+
+SIZES = dict(
+    vocab_size=23,
+    hidden_size=12,
+    intermediate_size=17,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=6,
+    max_position_embeddings=19,
+    pad_token_id=None,
+    eos_token_id=None,
+)
+"""The sizes of a model with one stack of blocks. They differ, so a test finds swapped axes."""
+STACKS = dict(
+    encoder_layers=SIZES["num_hidden_layers"],
+    encoder_attention_heads=SIZES["num_attention_heads"],
+    encoder_ffn_dim=13,
+    decoder_layers=2,
+    decoder_attention_heads=4,
+    decoder_ffn_dim=15,
+)
+"""The sizes of BART and similar models, which have an encoder and a decoder."""
+
+
+def known(kind, sizes):
+    """Return the sizes that a class of configs has. `from_hf` rejects other names."""
+    names = {*vars(kind()), *dir(kind), *kind.attribute_map}
+    return {name: size for name, size in sizes.items() if name in names}
+
+
+def named(name):
+    """Return a class of `transformers`. If this version does not have it, the test is skipped."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    if not hasattr(transformers, name):
+        pytest.skip(f"this version of transformers has no {name}")
+    return getattr(transformers, name)
+
+
+def config(name, **sizes):
+    """Return the config of a class of models, such as "LlamaForCausalLM", or of a class of configs.
+
+    Args:
+        name: the name of the class in `transformers`.
+        sizes: sizes that differ from `SIZES`, and other settings. A size may have its name in
+            `SIZES` also if the config has another name for it: GPT-2 calls hidden_size `n_embd`.
+    """
+    kind = getattr(named(name), "config_class", named(name))
+    own_names, chosen = kind.attribute_map, {}
+    for choice in (sizes, known(kind, STACKS), known(kind, SIZES)):
+        for size, value in choice.items():
+            chosen.setdefault(own_names.get(size, size), value)
+    return kind(**chosen)
+
+
+def model(name, seed=0, **sizes):
+    """Return a random model of a class, the same at each call. `config` explains the arguments."""
+    settings = config(name, **sizes)
+    torch.manual_seed(seed)
+    return named(name)(settings).eval()
