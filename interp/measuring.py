@@ -11,14 +11,16 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks.base import (
+    HasLogits,
     at_least_float32,
     explains_calls,
+    logits_in,
     padding_messages,
     require_kind,
     shown,
-    way_to_logits,
+    writer_of,
 )
-from interp.inputs.token_positions import Mask, Position, last_real
+from interp.inputs.token_positions import Mask, Position, last_real, require_clear_words
 from interp.numbers.precision import has_nan
 
 Metric = Callable[[Float[Tensor, "batch pos vocab"]], Shaped[Tensor, " batch"]]
@@ -39,6 +41,8 @@ Writer = Callable[[Any], Any]
 
 
 _LOGITS_HINT = "model(texts) gives them"
+_MASK = "model.to_tokens(texts).attention_mask is the mask"
+_CONVERSION = "measure(metric, logits, model=model) converts them"
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")
 
 
@@ -141,26 +145,29 @@ class TokenMetric:
         return super().__reduce__() if self.made_by is None else (self.made_by, ())
 
     def __call__(
-        self, logits: Float[Tensor, "batch pos vocab"], attention_mask: Mask | None = None
+        self,
+        logits: Float[Tensor, "batch pos vocab"] | HasLogits,
+        attention_mask: Mask | None = None,
     ) -> Float[Tensor, " batch"]:
         """Return the metric of each example, in `unit`.
 
         Args:
-            logits: the logits of whole texts, or of the `last` real positions.
+            logits: the logits of whole texts, or of the `last` real positions; or the output of a
+                model of `transformers`, which contains the logits.
             attention_mask: the mask of the texts. Logits of whole padded texts need the mask.
 
         Raises:
             TypeError: if the logits are not a tensor.
             ValueError: if the logits are not [batch, pos, vocab].
         """
-        call = way_to_logits(logits, _LOGITS_HINT)
-        require_kind("logits", logits, Tensor, "a tensor [batch, pos, vocab]", call)
-        if logits.ndim != 3:
+        scores = logits_in(logits)
+        require_kind("logits", scores, Tensor, "a tensor [batch, pos, vocab]", _LOGITS_HINT)
+        if scores.ndim != 3:
             rule = "logits must be [batch, pos, vocab], of whole texts"
-            raise ValueError(f"{rule}; got {shown(logits)}; {_LOGITS_HINT}")
+            raise ValueError(f"{rule}; got {shown(scores)}; {_LOGITS_HINT}")
         if attention_mask is not None:
-            logits = last_real(logits, self.last, attention_mask)
-        return self.function(logits)
+            scores = last_real(scores, self.last, attention_mask)
+        return self.function(scores)
 
     def __repr__(self) -> str:
         if self.call_in_words is None or self.write is None:
@@ -198,11 +205,25 @@ class WordedMetric:
         """Return the call that makes the metric again, for another process."""
         return super().__reduce__() if self.made_by is None else (self.made_by, ())
 
+    def read_alone(self, model: nn.Module) -> Metric:
+        """Return the metric with tokens of a model, without the texts of the logits.
+
+        Args:
+            model: the model whose tokenizer converts the words.
+
+        Raises:
+            ValueError: if an analysis could read a word in another way, because it knows the texts.
+        """
+        if self.is_at_last and self.made_by is not None:
+            for value in self.made_by.arguments.values():
+                require_clear_words(model, value)
+        return in_words(self.read(model), writer_of(model))
+
     def __call__(self, logits: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Raise an error, because texts cannot be converted to tokens without a model."""
         raise ValueError(
-            f"{self.call} has tokens as text, which only analyses can convert; "
-            "to call it with logits, give tokens, such as model.to_id(' Mary'), or "
+            f"{self.call} has tokens as text, which a call with logits cannot convert: "
+            f"{_CONVERSION}; or give tokens, such as model.to_id(' Mary'), or "
             "attached.to_id(' Mary') after attached = attach(model)"
         )
 
@@ -326,8 +347,10 @@ def metric_of_examples(
 @explains_calls
 def measure(
     metric: Metric,
-    logits: Float[Tensor, "batch pos vocab"],
+    logits: Float[Tensor, "batch pos vocab"] | HasLogits,
     attention_mask: Shaped[Tensor, "batch _column"] | None = None,
+    *,
+    model: nn.Module | None = None,
 ) -> Float[Tensor, " batch"]:
     """Return the metric of each example of a run, from the logits of whole texts.
 
@@ -337,8 +360,11 @@ def measure(
     Args:
         metric: a metric of `interp.metrics`, or any function from logits to one number for each
             example.
-        logits: the output of the model for whole texts.
+        logits: the logits of the model for whole texts, or the output of a model of `transformers`.
         attention_mask: True or 1 at real tokens, [batch, pos]. Default: no padding.
+        model: the model whose tokenizer reads the words of the metric, such as `" Mary"`; a model
+            of `transformers` must be attached. Default: None, for a metric without words. The
+            logits do not tell which word a text ends with, so write the space before a new word.
 
     Returns:
         One number for each example, [batch], in the metric's unit: logits for `logit_diff`, nats
@@ -346,7 +372,9 @@ def measure(
 
     Raises:
         ValueError: if the metric does not return one number for each example, if it returns NaN, if
-            it reads padding, or if it was created without the mask of padded texts.
+            it reads padding, or if it was created without the mask of padded texts. If the metric
+            contains words, and no model is given; or if a word without a space before it could be
+            a new word or the rest of a word.
         TypeError: if the arguments are not a metric and logits, in this order.
 
     >>> from interp import log_prob
@@ -357,16 +385,23 @@ def measure(
     >>> metric = log_prob([model.to_id("t"), model.to_id(".")])
     >>> measure(metric, logits, text.attention_mask).exp()  # the probabilities of "t" and "."
     tensor([0.8722, 0.4660])
+    >>> metric = log_prob(["t", "."])
+    >>> measure(metric, logits, text.attention_mask, model=model).exp()
+    tensor([0.8722, 0.4660])
     """
-    if isinstance(metric, Tensor | nn.Module) or not isinstance(logits, Tensor):
-        way = way_to_logits(logits, "")
+    whole = logits_in(logits)
+    if isinstance(metric, Tensor | nn.Module) or not isinstance(whole, Tensor):
         raise TypeError(
             "measure needs a metric and the logits of a run, as in "
             "measure(logit_diff(right, wrong), model(texts)); "
-            f"got {shown(metric)} and {shown(logits)}{way and f'; {way}'}"
+            f"got {shown(metric)} and {shown(logits)}"
         )
-    require_kind("attention_mask", attention_mask, (Tensor, type(None)), "a tensor [batch, pos]")
+    require_kind(
+        "attention_mask", attention_mask, (Tensor, type(None)), "a tensor [batch, pos]", _MASK
+    )
+    if isinstance(metric, WordedMetric) and model is not None:
+        metric = metric.read_alone(model)
     # Read the mask once: each look at a mask on a device waits for the device.
     mask = None if attention_mask is None else attention_mask.cpu()
-    logits_read = last_real(logits, last_of(metric, mask), mask)
-    return metric_of_examples(metric, logits_read, len(logits))
+    logits_read = last_real(whole, last_of(metric, mask), mask)
+    return metric_of_examples(metric, logits_read, len(whole))

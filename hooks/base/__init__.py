@@ -69,12 +69,13 @@ from hooks.base.errors import (
 from hooks.base.hashes import config_hash, weights_hash, without_hashes
 from hooks.base.hints import HintedClass, Hints, HintsAtNames, attribute_hint, unknown_point
 from hooks.base.kinds import (
+    HasLogits,
+    logits_in,
     missing_name,
     require_callable,
     require_device,
     require_kind,
     require_module,
-    way_to_logits,
 )
 from hooks.base.memory import free_memory, require_room
 from hooks.base.nested import mapped, tensors_in, with_first_tensor
@@ -134,6 +135,7 @@ __all__ = [
     "Component",
     "Count",
     "FakeTensor",
+    "HasLogits",
     "HintedClass",
     "Hints",
     "HintsAtNames",
@@ -198,6 +200,7 @@ __all__ = [
     "later",
     "layer_of",
     "library",
+    "logits_in",
     "logits_rounding",
     "mapped",
     "memory_of",
@@ -257,7 +260,6 @@ __all__ = [
     "unknown_point",
     "version",
     "warn",
-    "way_to_logits",
     "weights_hash",
     "whole",
     "wide_dtype",

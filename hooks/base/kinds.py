@@ -4,8 +4,10 @@ An error names the given value, the needed class, and the call that makes an obj
 
 1. `require_kind` checks the class of a value. The hints of a package contain the call that makes an
    object of the class.
-2. `require_callable` checks that a user's function takes the right number of arguments.
-3. `require_device` checks that a device is available.
+2. `logits_in` returns the logits in an output of a model, so that functions of logits also accept
+   the output.
+3. `require_callable` checks that a user's function takes the right number of arguments.
+4. `require_device` checks that a device is available.
 """
 
 import dis
@@ -15,10 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hooks.base.hints import attribute_hint, closest, made_by
 from hooks.base.saying import shown
@@ -51,17 +53,26 @@ def require_kind(
     raise TypeError(f"{name} must be {words}; got {shown(value)}{hint}")
 
 
-def way_to_logits(value: object, call: str) -> str:
-    """Return the advice for a value that is not logits, for the end of an error.
+@runtime_checkable
+class HasLogits(Protocol):
+    """The output of a model of `transformers`, which contains the logits."""
+
+    logits: Any
+
+
+def logits_in(output: Any) -> Any:
+    """Return the logits in the output of a model of `transformers`; any other value unchanged.
 
     Args:
-        value: the given value. An output of `transformers` contains the logits.
-        call: the call that returns logits, for any other value.
+        output: the output of a model, or its logits.
 
-    >>> way_to_logits("a", "model(tokens) gives it")
-    'model(tokens) gives it'
+    >>> logits_in("a")
+    'a'
     """
-    return "give its .logits" if hasattr(value, "logits") else call
+    if isinstance(output, Tensor):
+        return output
+    logits = getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) else output
 
 
 def require_callable(

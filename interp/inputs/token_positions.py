@@ -11,7 +11,14 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from hooks.base import Selection, at_least_float32, columns_of_last, shown, to_device
+from hooks.base import (
+    Selection,
+    at_least_float32,
+    columns_of_last,
+    name_of_parts,
+    shown,
+    to_device,
+)
 from interp.protocol import of
 
 Tokens = int | str | Sequence[int] | Sequence[str] | Int[Tensor, "..."]
@@ -142,6 +149,44 @@ def token_ids(model: nn.Module, tokens: Any) -> Any:
     if isinstance(tokens, str):
         return of(model, "to_id").to_id(tokens)
     return [token_ids(model, part) for part in tokens] if is_worded(tokens) else tokens
+
+
+def require_clear_words(model: nn.Module, words: Any) -> None:
+    """Check that words have the same tokens after every text.
+
+    After a text, a word without a space before it may be a new word or the rest of a word.
+
+    Args:
+        model: the model whose tokenizer converts strings.
+        words: a word, or a list of words, which may contain lists. Tokens need no check.
+
+    Raises:
+        ValueError: if a word without a space before it is one token with a space.
+    """
+    if not isinstance(words, str):
+        for part in words if is_worded(words) else ():
+            require_clear_words(model, part)
+        return
+    if words[:1].isspace():
+        return
+    language = of(model, "to_id")
+    rest, new = (_token_or_none(language, form) for form in (words, f" {words}"))
+    if new is not None and new != rest:
+        call = f"{name_of_parts(language)}.to_id({words!r})"
+        raise ValueError(
+            f"a word must begin with a space if the texts are unknown; got {words!r}: write "
+            f"{' ' + words!r} for a new word"
+            + ("" if rest is None else f", or pass {call} for the rest of a word")
+        )
+
+
+def _token_or_none(language: Any, text: str) -> int | None:
+    """Return the token of a text, or None if the text is not one token."""
+    try:
+        token: int = language.to_id(text)
+    except ValueError:
+        return None
+    return token
 
 
 def tokens_of(tokens: SeveralTokens, most: int = 1) -> Int[Tensor, "..."]:

@@ -491,10 +491,16 @@ class Attached(ReadsText):
 
         Raises:
             TypeError: if the model has no method `generate`.
+            ValueError: if the model has an encoder and a decoder, because it writes another text.
         """
         model = self.model
         if not hasattr(model, "generate"):
             raise TypeError(f"the model must have a method generate; got a {type(model).__name__}")
+        if is_encoder_decoder(model):
+            raise ValueError(
+                "the model must continue its prompts; got an encoder and a decoder: the decoder's "
+                "text is attached.to_text(model.generate(tokens, max_new_tokens=9))"
+            )
         rows = [torch.tensor([*prompt]) for prompt in prompts]
         device = next(model.parameters()).device
         tokens, mask = Text.padded(rows, self.pad_token, side="left", device=device)

@@ -40,6 +40,7 @@ from hooks.base import (
     memory_of,
     padding_messages,
     reading,
+    shown,
     tensors_in,
     with_first_tensor,
 )
@@ -103,7 +104,19 @@ class Generate(Replaced):
         self.__wrapped__ = self.inner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the model's own `generate`."""
+        """Return the output of the model's own `generate`.
+
+        Raises:
+            TypeError: if a text is given instead of tokens.
+        """
+        first = next(iter(args), None)
+        if isinstance(first, str | list):
+            raise TypeError(
+                f"generate of transformers needs a tensor of tokens; got {shown(first)}: write "
+                "models.generate_text(model, texts, max_new_tokens=9), or "
+                "model.generate(attached.to_tokens(text).tokens, max_new_tokens=9) after "
+                "attached = attach(model)"
+            )
         with _generation.set({}):
             return self.inner(*args, **kwargs)
 
@@ -424,9 +437,9 @@ def fire(point: HookPoint, value: Tensor) -> Tensor:
     if not is_listened_to(point):
         return point(value) if value.ndim == len(point.axes) else value
     if carried(point, "streams_first"):
-        shown = rows_first(point, value)
-        new = point(shown)
-        return value if new is shown else new.movedim(2, 0)
+        read = rows_first(point, value)
+        new = point(read)
+        return value if new is read else new.movedim(2, 0)
     texts = texts_read.get()
     apart = value
     if value.ndim != len(point.axes):

@@ -30,6 +30,7 @@ from hooks.base import (
     is_columns,
     is_integer,
     is_one_text,
+    language_of,
     refuse,
     require_integer,
     shown,
@@ -41,7 +42,7 @@ from hooks.base import (
 from hooks.shared import is_listened_to
 from models.running.compiled import CompiledSteps, compile_options
 from models.running.kvcache import KVCache
-from models.running.prompts import IN_TRAINING, check_prompts, prompts_as_text
+from models.running.prompts import IN_TRAINING, check_prompts, prompts_as_text, require_tokens
 from models.running.sampling import Sampling, row_generator
 from models.text.texts import ReadsText
 from models.text.tokenizer import Tokenizer
@@ -135,9 +136,15 @@ def generate(
 
 @explains_calls
 def generate_text(
-    model: Transformer, prompts: Texts, *, max_new_tokens: int, **options: Unpack[GenerationOptions]
+    model: nn.Module | ReadsText,
+    prompts: Texts,
+    *,
+    max_new_tokens: int,
+    **options: Unpack[GenerationOptions],
 ) -> Any:
     """Return a text with its continuation, or a list of texts with their continuations.
+
+    An attached model of `transformers` continues the prompts with its own method `generate`.
 
     The model also reads the tokens that its tokenizer adds at the beginning of a text. These tokens
     are not in the result. If `stop` is not given, a row also ends at the end-of-text tokens of the
@@ -145,10 +152,12 @@ def generate_text(
     contains the stop token. If the last token ends inside a character, U+FFFD stands for it.
 
     Args:
-        model: a model in evaluation mode, with a `tokenizer`.
+        model: a model in evaluation mode, with a `tokenizer`: a `Transformer`, or a model of
+            `transformers` after `attach`, or the result of `attach`.
         prompts: a text, or a batch of texts, in any form; see `Transformer.to_tokens`.
         max_new_tokens: the largest number of new tokens.
-        options: see `generate_steps`.
+        options: see `generate_steps`. With an attached model, only `attention_mask`, `temperature`
+            and `seed`.
 
     Returns:
         A text for a single text, otherwise a list with one text for each prompt.
@@ -156,31 +165,38 @@ def generate_text(
     Raises:
         ValueError: see `generate_steps`. The tokenizer also raises this error if it does not know a
             character or a token.
+        TypeError: if the model is not attached, or an attached model does not have an option.
 
     >>> from models import load
     >>> generate_text(load("pydoc-4l"), "impor", max_new_tokens=1)
     'import'
     """
-    _require(model, options.get("compiled"))
+    if not _is_attached(model) or options.get("compiled"):
+        _require(model, options.get("compiled"))
     if "tokenizer" in options or hasattr(prompts, "decode"):
         raise TypeError(
             "generate_text takes texts and no tokenizer: set model.tokenizer = tokenizer"
         )
     refuse(options, generate_steps, "generate_text")
-    tokenizer: Tokenizer = model.require_tokenizer()
-    ends: set[int] = set()
-    if options.get("stop") is None:
-        known_ends = (*model.config.eos_token_ids, *tokenizer.eos_token_ids)
-        # The tokenizer of a larger model may have tokens that this model does not have.
-        options["stop"] = ends = {token for token in known_ends if token < model.config.vocab_size}
+    language: Any = language_of(model) if isinstance(model, nn.Module) else model
+    tokenizer: Tokenizer = language.require_tokenizer()
     is_one = is_one_text(prompts)
     several: list[Any] = [prompts] if is_one else [*prompts]
     if all(isinstance(text, str) for text in several) and not is_columns(prompts):
-        read = [model.encoded(text, closed=False) for text in several]
+        read = [language.encoded(text, closed=False) for text in several]
     else:
-        read = prompts_as_text(model, prompts, options.pop("attention_mask", None)).listed()
+        read = prompts_as_text(language, prompts, options.pop("attention_mask", None)).listed()
         several = [tokenizer.decode(tokens) for tokens in read]
-    rows = generate(model, read, max_new_tokens=max_new_tokens, **options)
+    ends: set[int] = set()
+    if isinstance(model, Transformer):
+        if options.get("stop") is None:
+            known_ends = (*model.config.eos_token_ids, *tokenizer.eos_token_ids)
+            # The tokenizer of a larger model may have tokens that this model does not have.
+            ends = {token for token in known_ends if token < model.config.vocab_size}
+            options["stop"] = ends
+        rows = generate(model, read, max_new_tokens=max_new_tokens, **options)
+    else:
+        rows = _continued(language, read, max_new_tokens, options)
     texts = []
     for prompt, prompt_tokens, tokens in zip(several, read, rows, strict=True):
         written = tokenizer.decode(tokens[:-1] if tokens[-1] in ends else tokens)
@@ -188,6 +204,32 @@ def generate_text(
         # rows, but return the prompt unchanged.
         texts.append(prompt + written[len(tokenizer.decode(prompt_tokens)) :])
     return texts[0] if is_one else texts
+
+
+def _continued(
+    attached: Any, prompts: list[list[int]], max_new_tokens: int, options: GenerationOptions
+) -> list[list[int]]:
+    """Return each prompt with its new tokens, without an end-of-text token, of an attached model.
+
+    Args:
+        attached: the result of `attach`.
+        prompts: the tokens of each prompt.
+        max_new_tokens: the largest number of new tokens.
+        options: the options of the call.
+
+    Raises:
+        TypeError: if an attached model does not have an option.
+        ValueError: if a prompt has no token, or the model is in training mode.
+    """
+    if others := sorted({*options} - {"attention_mask", "temperature", "seed"}):
+        raise TypeError(f"{others[0]}= needs a models.Transformer; use {_OF_ATTACHED}")
+    require_integer("max_new_tokens", max_new_tokens)
+    require_tokens(prompts)
+    if attached.model.training:
+        raise ValueError(IN_TRAINING)
+    settings = {name: options[name] for name in ("temperature", "seed") if name in options}
+    added = attached.continuations(prompts, max_new_tokens=max_new_tokens, **settings)
+    return [prompt + new for prompt, new in zip(prompts, added, strict=True)]
 
 
 @hides_others
@@ -492,7 +534,7 @@ def _require(model: object, compiled: object = False) -> None:
                 "disable_compile=True)"
             )
         elif _is_attached(model):
-            hint = f" (use {_OF_ATTACHED})"
+            hint = f" (use generate_text, or {_OF_ATTACHED})"
         elif hasattr(model, "generate"):
-            hint = " (try its own .generate)"
+            hint = " (generate_text accepts it after attach(model); or try its own .generate)"
         raise TypeError(f"generate needs a models.Transformer; got {shown(model)}{hint}")

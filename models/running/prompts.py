@@ -1,5 +1,6 @@
 """Prompts of a generation: their conversion to a `Text`, and their checks."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxtyping import Shaped
@@ -7,13 +8,14 @@ from torch import Tensor
 
 from hooks.base import Text, Texts, padding_messages
 from models.checks import check_tokens, require
+from models.text.texts import ReadsText
 from models.transformer import Transformer
 
 IN_TRAINING = "the model must be in evaluation mode; got training mode: call model.eval() first"
 
 
 def prompts_as_text(
-    model: Transformer, prompts: Texts, attention_mask: Shaped[Tensor, "batch pos"] | None
+    model: ReadsText, prompts: Texts, attention_mask: Shaped[Tensor, "batch pos"] | None
 ) -> Text:
     """Return the prompts as a `Text`, with the attention mask if it is given.
 
@@ -32,6 +34,20 @@ def prompts_as_text(
     if others := set().union(*attention_mask.tolist()) - {0, 1}:
         raise ValueError(padding_messages.mask_numbers("attention_mask", min(others)))
     return replace(text, attention_mask=attention_mask)
+
+
+def require_tokens(texts: Sequence[Sequence[int]]) -> None:
+    """Check that each prompt has a token.
+
+    Raises:
+        ValueError: if a prompt has no token, or there is no prompt.
+    """
+    empty = [row for row, text in enumerate(texts) if not text]
+    if empty or not texts:
+        raise ValueError(
+            f"each prompt must have at least one token; got {len(texts)} prompts, empty in rows "
+            f"{empty}"
+        )
 
 
 def check_prompts(
@@ -53,12 +69,7 @@ def check_prompts(
     """
     if any(module.training for module in model.modules()):
         raise ValueError(IN_TRAINING)
-    empty = [row for row, text in enumerate(texts) if not text]
-    if empty or not texts:
-        raise ValueError(
-            f"each prompt must have at least one token; got {len(texts)} prompts, empty in rows "
-            f"{empty}"
-        )
+    require_tokens(texts)
     vocab = model.config.vocab_size
     n_ctx = model.config.n_ctx
     require(model.config, "causal", model.config.causal, rule="True to write texts")

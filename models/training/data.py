@@ -6,7 +6,7 @@ such as random walks on a graph. A window, which is a row of a batch, is always 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,7 +15,14 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks.base import (
+    HasLogits,
+    Text,
+    Texts,
+    as_text,
     at_least_float32,
+    each_text,
+    logits_in,
+    padding_messages,
     require_integer,
     require_kind,
     require_module,
@@ -23,7 +30,6 @@ from hooks.base import (
     skip_token_checks,
     to_device,
     uncompiled,
-    way_to_logits,
     without_gradients,
 )
 from models.checks import INTEGERS, check_tokens, check_types, names_fields
@@ -164,8 +170,8 @@ def tensor_of(tokens: TrainingText, name: str) -> Int[Tensor, "..."]:
 
 
 def next_token_loss(
-    logits: Float[Tensor, "batch pos vocab"],
-    tokens: Int[Tensor, "batch pos"],
+    logits: Float[Tensor, "batch pos vocab"] | HasLogits,
+    tokens: Texts,
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
 ) -> Float[Tensor, "batch pos-1"]:
     """Return the cross-entropy of each next token, in nats.
@@ -173,40 +179,76 @@ def next_token_loss(
     The value is NaN if the token or the token before it is padding. `nanmean` ignores these values.
 
     Args:
-        logits: the logits of the next token at each position.
-        tokens: the tokens that the model read.
-        attention_mask: 1 or True at real tokens, 0 or False at padding. Default: no padding.
+        logits: the logits of the next token at each position, or the output of a model of
+            `transformers`.
+        tokens: the tokens that the model read: a tensor [batch, pos], lists of tokens, a `Text`, or
+            the output of a tokenizer of `transformers`. A `Text` and the output of a tokenizer
+            contain their mask. Convert strings first: `model.to_tokens(text)`.
+        attention_mask: 1 or True at real tokens of a tensor, 0 or False at padding. Default: no
+            padding.
 
     Returns:
         The losses [batch, pos - 1], in nats. Entry i is the loss of token i + 1, in the dtype
         of the logits.
 
     Raises:
-        ValueError: if the tokens are not integers [batch, pos], or the logits are of another shape.
+        ValueError: if the tokens are strings or are not integers [batch, pos], if the logits or the
+            mask have another shape, or if a mask is given twice.
         TypeError: if the logits are no tensor.
 
     >>> logits = torch.zeros(1, 3, 8)  # eight tokens, equally likely
     >>> next_token_loss(logits, torch.tensor([[5, 0, 7]])).exp()
     tensor([[8., 8.]])
     """
-    check_tokens(tokens)
+    text = _text_read(tokens)
+    if attention_mask is not None:
+        if text.attention_mask is not None:
+            raise ValueError(padding_messages.second_mask("texts with a mask"))
+        text = replace(text, attention_mask=attention_mask)
+    scores = logits_in(logits)
     require_kind(
         "logits",
-        logits,
+        scores,
         Tensor,
         words="a tensor [batch, pos, vocab]",
-        call=way_to_logits(logits, "model(tokens) gives it"),
+        call="model(tokens) gives it",
     )
-    if logits.shape[:2] != tokens.shape:
+    if scores.shape[:2] != text.tokens.shape:
         raise ValueError(
-            f"logits must have the positions of the tokens, {[*tokens.shape]}; got "
-            f"{[*logits.shape]}"
+            f"logits must have the positions of the tokens, {[*text.tokens.shape]}; got "
+            f"{[*scores.shape]}"
         )
-    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
-    if attention_mask is None:
+    next_tokens = to_device(text.tokens[:, 1:], scores.device)
+    losses = F.cross_entropy(scores[:, :-1].transpose(1, 2), next_tokens, reduction="none")
+    if text.attention_mask is None:
         return losses
-    real = attention_mask.bool()
+    real = to_device(text.real, scores.device)
     return losses.where(real[:, 1:] & real[:, :-1], torch.nan)
+
+
+def _text_read(tokens: Texts) -> Text:
+    """Return the texts whose positions the logits have, from tokens in any form.
+
+    Raises:
+        ValueError: if they are strings or are not integers [batch, pos].
+    """
+    if isinstance(tokens, str | list | tuple):
+        rows = [*each_text(tokens)]
+        if any(isinstance(row, str) for row in rows):
+            raise ValueError(
+                f"tokens must be integers, because next_token_loss has no tokenizer; got "
+                f"{shown(tokens)}: write next_token_loss(logits, model.to_tokens(text)), or "
+                "attached.to_tokens(text) after attached = attach(model)"
+            )
+        token_rows = [torch.as_tensor(row) for row in rows]
+        for row in token_rows:
+            check_tokens(row[None])
+        tokens = Text.padded(token_rows) if rows else tokens
+    text = as_text(tokens)
+    if not isinstance(text, Text):
+        check_tokens(tokens)
+    check_tokens(text.of_logits.tokens)
+    return text.of_logits
 
 
 Loss = Callable[[Transformer, Int[Tensor, "batch pos"]], Float[Tensor, " batch"]]

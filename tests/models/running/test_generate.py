@@ -40,25 +40,102 @@ def close(ours, theirs, atol=2e-5):
 
 @pytest.mark.usefixtures("unchecked")
 def test_the_error_for_an_attached_model_has_a_line_that_works():
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-    from models import attach, generate_text, load
+    import models
 
-    sizes = dict(vocab_size=103, n_positions=11, n_embd=12, n_layer=2, n_head=3)
-    sizes |= dict(bos_token_id=0, eos_token_id=None, pad_token_id=0)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
-    attached = attach(model, tokenizer=load("pydoc-4l").tokenizer)
+    model, attached = attached_gpt2()
     names = {"model": model, "attached": attached, "text": "x"}
-    for given in (model, attached):
-        with pytest.raises(TypeError, match="a models.Transformer; got") as caught:
-            generate_text(given, "x", max_new_tokens=9)
+    calls = [lambda: models.generate_text(model, "x", max_new_tokens=9, stop=3)]
+    calls += [
+        functools.partial(generate, given, "x", max_new_tokens=9) for given in (model, attached)
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"a models\.Transformer") as caught:
+            call()
         line, text = re.search(
             r"(rows = .*\)), where .*; (.*) is the text", str(caught.value)
         ).groups()
         exec(line, names)
         assert len(names["rows"][0]) == 10
         assert eval(text, names).startswith("x")
+    for given in (model, attached):
         with pytest.raises(TypeError, match='cache_implementation="static"'):
             generate(given, "x", max_new_tokens=9, compiled=True)
+    # Texts are not tokens for the model's own method.
+    names |= {"models": models, "texts": ["x", "def "]}
+    for texts in ("x", ["x", "def "]):
+        with pytest.raises(TypeError, match="needs a tensor of tokens") as caught:
+            model.generate(texts)
+        for line in re.search(r"write (.*), or (.*) after", str(caught.value)).groups():
+            assert len(eval(line, names)) in (1, 2)
+
+
+def attached_gpt2():
+    """Return a GPT-2 with a tokenizer, and the result of `attach`."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    from models import attach, load
+
+    sizes = dict(vocab_size=103, n_positions=16, n_embd=12, n_layer=2, n_head=3)
+    sizes |= dict(bos_token_id=0, eos_token_id=None, pad_token_id=0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    torch.manual_seed(4)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight)
+    return model, attach(model, tokenizer=load("pydoc-4l").tokenizer)
+
+
+def test_an_attached_model_writes_a_text():
+    from models import generate_text
+
+    model, attached = attached_gpt2()
+    encode, decode = attached.tokenizer.encode, attached.tokenizer.decode
+    prompts = ["x", "def "]
+    # Choose the likeliest token again and again, from a run of the whole text without padding.
+    expected = []
+    for prompt in prompts:
+        tokens = encode(prompt)
+        for _ in range(5):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        expected.append(decode(tokens))
+    assert len({*expected[0][1:], *expected[1][4:]}) > 2
+    for given in (model, attached):
+        assert generate_text(given, prompts, max_new_tokens=5) == expected
+        assert generate_text(given, "x", max_new_tokens=5) == expected[0]
+        tokens, mask = attached.to_tokens(prompts)
+        options = dict(max_new_tokens=5, attention_mask=mask)
+        assert generate_text(given, tokens, **options) == expected
+    drawn = [generate_text(model, "x", max_new_tokens=9, temperature=2.0, seed=n) for n in (1, 2)]
+    assert drawn[0] != drawn[1]
+    assert generate_text(model, "x", max_new_tokens=9, temperature=2.0, seed=2) == drawn[1]
+    # A row ends before the token that ends texts.
+    end = encode(expected[0])[3]
+    model.generation_config.eos_token_id = end
+    before = expected[0][: expected[0].index(decode([end]), 1)]
+    assert generate_text(model, "x", max_new_tokens=5) == before
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_an_attached_model_checks_its_prompts():
+    from models import attach, generate_text
+
+    model, _ = attached_gpt2()
+    with pytest.raises(ValueError, match="empty in rows .1"):
+        generate_text(model, ["x", ""], max_new_tokens=2)
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        generate_text(model, "x", max_new_tokens="2")
+    with pytest.raises(ValueError, match="evaluation mode"):
+        generate_text(model.train(), "x", max_new_tokens=2)
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    sizes = dict(vocab_size=103, d_model=12, d_kv=4, d_ff=8, num_layers=2, num_heads=3)
+    t5 = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**sizes, decoder_start_token_id=0)
+    ).eval()
+    attach(t5, tokenizer=attached_gpt2()[1].tokenizer)
+    with pytest.raises(ValueError, match="got an encoder and a decoder"):
+        generate_text(t5, "x", max_new_tokens=2)
+    unattached = transformers.GPT2LMHeadModel(model.config)
+    with pytest.raises(TypeError, match="after attach"):
+        generate_text(unattached, "x", max_new_tokens=2)
 
 
 # Greedy.

@@ -389,7 +389,7 @@ def test_an_attached_model_reads_texts(side):
 @pytest.mark.usefixtures("unchecked")
 def test_errors_name_the_object_that_has_the_methods_of_an_attached_model():
     transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-    from models import attach, next_token_loss
+    from models import attach
 
     sizes = dict(vocab_size=30, n_positions=11, n_embd=12, n_layer=2, n_head=3)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
@@ -410,22 +410,125 @@ def test_errors_name_the_object_that_has_the_methods_of_an_attached_model():
             getattr(attached, hint)
         member = re.search(r"here it is attached\.(\w+)", str(caught.value))[1]
         assert hasattr(attached, member)
-    tokens = attached.to_tokens("the cat sat").tokens
-    output = model(tokens)
-    calls = (
-        lambda value: next_token_loss(value, tokens),
-        lambda value: measure(interp.log_prob(4), value),
-        lambda value: interp.log_prob(4)(value),
-    )
-    for call in calls:
-        with pytest.raises(TypeError, match=r"give its \.logits"):
-            call(output)
-        assert call(output.logits).isfinite().all()
     # A plain model has these methods itself.
     plain = reading()
     plain.tokenizer = None
     with pytest.raises(ValueError, match=r"set model\.tokenizer to"):
         plain("the cat")
+
+
+# --- logits of a run
+
+
+def nats(logits, token):
+    """Return the negative log-probability of a token, by NumPy in float64."""
+    x = logits.double().numpy()
+    return np.log(np.exp(x).sum()) - x[token]
+
+
+def attached_gpt2():
+    """Return a GPT-2 with a tokenizer of words, and the result of `attach`."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    from models import attach
+
+    sizes = dict(vocab_size=30, n_positions=11, n_embd=12, n_layer=2, n_head=3)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    return model.requires_grad_(False), attach(model, tokenizer=Spaced())
+
+
+def test_the_output_of_a_model_stands_for_its_logits():
+    from models import next_token_loss
+
+    model, attached = attached_gpt2()
+    tokens, mask = attached.to_tokens(TEXTS, side="left")
+    output = model(tokens, attention_mask=mask)
+    expected = [-nats(row[-1], 4) for row in output.logits]
+    for found in (interp.log_prob(4)(output), measure(interp.log_prob(4), output)):
+        assert found.tolist() == pytest.approx(expected, abs=1e-5)
+    losses = next_token_loss(output, tokens, mask)
+    for row, text, real, found in zip(output.logits, tokens, mask, losses, strict=True):
+        each = [nats(row[at - 1], text[at]) for at in range(1, 6) if real[at - 1]]
+        assert found[~found.isnan()].tolist() == pytest.approx(each, abs=1e-5)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_the_loss_reads_tokens_in_every_form():
+    from models import attach, next_token_loss
+
+    model = reading()
+    text = model.to_tokens(TEXTS)
+    logits = model(text).detach()
+    expected = [
+        [nats(row[at - 1], token) for at, token in enumerate(tokens) if at]
+        for row, tokens in zip(logits, ([3, 16, 18], [3, 17, 18, 19, 15, 20]), strict=True)
+    ]
+    mapping = {"input_ids": text.tokens, "attention_mask": text.attention_mask}
+    for tokens in (text, mapping, text.listed()):
+        for found, each in zip(next_token_loss(logits, tokens), expected, strict=True):
+            assert found[~found.isnan()].tolist() == pytest.approx(each, abs=1e-9)
+    one = next_token_loss(logits[1:], text.listed()[1])
+    assert one[0].tolist() == pytest.approx(expected[1], abs=1e-9)
+    with pytest.raises(ValueError, match="without a mask"):
+        next_token_loss(logits, text, text.attention_mask)
+    with pytest.raises(ValueError, match="attention_mask must be"):
+        next_token_loss(logits, text.tokens, text.attention_mask[:, 1:])
+    for wrong in ([[1.0, 2.5]], [], text.tokens.float()):
+        with pytest.raises(ValueError, match="tokens must be integers"):
+            next_token_loss(logits, wrong)
+    gpt2, _ = attached_gpt2()
+    for strings in (TEXTS, TEXTS[1]):
+        with pytest.raises(ValueError, match="tokens must be integers") as caught:
+            next_token_loss(logits, strings)
+        line, part, made = re.search("write (.*), or (.*) after (.*)", str(caught.value)).groups()
+        names = {"next_token_loss": next_token_loss, "model": model, "text": strings}
+        names["logits"] = model(strings).detach()
+        assert eval(line, names).nansum() > 0
+        names |= {"attach": attach, "model": gpt2}
+        exec(made, names)
+        names["attached"].tokenizer = Spaced()
+        names["logits"] = gpt2(strings)
+        assert next_token_loss(names["logits"], eval(part, names)).nansum() > 0
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_model_converts_the_words_of_a_metric():
+    model, attached = attached_gpt2()
+    text = attached.to_tokens(TEXTS)
+    output = model(text.tokens, attention_mask=text.attention_mask)
+    last = output.logits[[0, 1], [2, 5]]
+    mask = text.attention_mask
+    words = interp.log_prob([" dog", " cat"])
+    expected = [-nats(last[0], 17), -nats(last[1], 16)]
+    found = measure(words, output, mask, model=model)
+    assert found.tolist() == pytest.approx(expected, abs=1e-5)
+    change = [{"blocks.0.mlp_out": edits.scale(0.5)}]
+    assert interp.sweep(model, text, change, words).base.tolist() == pytest.approx(expected)
+    difference = measure(interp.logit_diff(" dog", "<s>"), output, mask, model=model)
+    assert difference.tolist() == pytest.approx((last[:, 17] - last[:, 0]).tolist(), abs=1e-5)
+    entropy = measure(interp.cross_entropy(TEXTS), output, mask, model=model)
+    rows = [(0, [3, 16, 18]), (1, [3, 17, 18, 19, 15, 20])]
+    means = [
+        np.mean([nats(output.logits[n, at - 1], row[at]) for at in range(1, len(row))])
+        for n, row in rows
+    ]
+    assert entropy.tolist() == pytest.approx(means, abs=1e-5)
+    # At another position, no text precedes the word, so a word is read as it is written.
+    first = measure(interp.log_prob("cat", pos=0), output, mask, model=model)
+    assert first.tolist() == pytest.approx([-nats(row[0], 4) for row in output.logits], abs=1e-5)
+    names = {"measure": measure, "metric": words, "logits": output.logits[:, -1:], "model": model}
+    for call in (lambda: words(output), lambda: measure(words, output)):
+        with pytest.raises(ValueError, match="tokens as text") as caught:
+            call()
+        line = re.search("convert: (.*) converts them", str(caught.value))[1]
+        assert eval(line, names).isfinite().all()
+    with pytest.raises(ValueError, match="begin with a space") as caught:
+        measure(interp.log_prob(["cat", " dog"]), output, mask, model=model)
+    advice = re.search("write (.*) for a new word, or pass (.*) for", str(caught.value)).groups()
+    assert [eval(part, {"attached": attached}) for part in advice] == [" cat", 4]
+    # A word that is a token only after a space must have the space.
+    attached.tokenizer.pieces[4] = "elsewhere"
+    with pytest.raises(ValueError, match="write ' cat' for a new word"):
+        measure(interp.log_prob("cat"), output, mask, model=model)
 
 
 # --- pairs
