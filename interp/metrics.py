@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks.base import (
+    Index,
     Selection,
     Text,
     Texts,
@@ -151,12 +152,19 @@ def rank(token: Tokens, pos: Tokens = -1) -> Metric:
 
 
 @explains_calls
-def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metric:
+def cross_entropy(
+    tokens: Texts, pos: Index | None = None, *, attention_mask: Mask | None = None
+) -> Metric:
     """Return a metric: the mean negative log-probability of each example's next tokens, in nats.
 
     Args:
         tokens: the texts that the model reads, [batch, pos] or, for analyses, in any form. In an
             encoder-decoder model, these are the texts of the decoder.
+        pos: the positions whose predictions are used; None for all positions. The prediction at a
+            position is about the next token, so the last real token, -1, has no prediction, and
+            -2 predicts the last real token. `slice(-4, None)` or a mask [pos] is for all examples.
+            A list or tensor has one position for each example, or [batch, n] several, or a mask
+            [batch, pos]. Positions from 0 count columns, and must not be padding.
         attention_mask: True or 1 at real tokens of a tensor [batch, pos]; other forms contain their
             masks. Only predictions of a real token from a real token are used. Padded texts need
             the mask both here and in the analysis.
@@ -172,6 +180,9 @@ def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metri
     >>> tokens = torch.tensor([[3, 0, 4]])
     >>> cross_entropy(tokens)(torch.zeros(1, 3, 5)).exp()  # five equally likely tokens
     tensor([5.])
+    >>> logits = torch.tensor([[[0.0, 0, 0, 0, 0], [0, 0, 0, 0, 9], [0, 0, 0, 0, 0]]])
+    >>> cross_entropy(tokens, pos=-2)(logits).exp()  # only the prediction of token 4
+    tensor([1.0005])
     """
     text = as_text(tokens)
     if not isinstance(text, Text):
@@ -179,12 +190,11 @@ def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metri
             raise ValueError(padding_messages.second_mask(f"a {type(tokens).__name__}"))
 
         def read(model: nn.Module) -> Metric:
-            return cross_entropy(text_for(model, tokens))
+            return cross_entropy(text_for(model, tokens), pos)
 
-        made_by = MetricCall(cross_entropy, {"tokens": tokens})
-        return WordedMetric(
-            call="cross_entropy(texts)", last=0, unit="nats", read=read, made_by=made_by
-        )
+        made_by = MetricCall(cross_entropy, {"tokens": tokens, "pos": pos})
+        call = f"cross_entropy(texts{_pos_in_call(pos)})"
+        return WordedMetric(call=call, last=0, unit="nats", read=read, made_by=made_by)
     text = text.of_logits
     if attention_mask is not None:
         if text.attention_mask is not None:
@@ -195,9 +205,15 @@ def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metri
         raise ValueError(f"tokens must be [batch, pos]; got {list(predicted.shape)}")
     is_real = text.real
     is_prediction = is_real[:, 1:] & is_real[:, :-1]
+    is_selected = None if pos is None else _positions_of_metric(pos).inside(is_real, "pos")
+    if is_selected is not None:
+        is_prediction = is_prediction & is_selected[:, :-1]
     if not is_prediction.any(1).all():
         example = int((~is_prediction.any(1)).nonzero()[0])
-        raise ValueError(f"a text must have a next token to predict; got none in example {example}")
+        where = "" if pos is None else f" at pos={_positions_of_metric(pos)}"
+        raise ValueError(
+            f"a text must have a next token to predict; got none in example {example}{where}"
+        )
     next_tokens = predicted[:, 1:].where(is_prediction, 0)
 
     def metric(logits: Tensor) -> Tensor:
@@ -213,15 +229,28 @@ def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metri
         return -log_probs.where(mask, 0).sum(1) / mask.sum(1)
 
     return TokenMetric(
-        call=f"cross_entropy(tokens {list(predicted.shape)})",
+        call=f"cross_entropy(tokens {list(predicted.shape)}{_pos_in_call(pos)})",
         last=0,
         unit="nats",
         function=metric,
         unmasked=text.attention_mask is None,
         made_by=MetricCall(
-            cross_entropy, {"tokens": predicted, "attention_mask": text.attention_mask}
+            cross_entropy,
+            {"tokens": predicted, "pos": is_selected, "attention_mask": text.attention_mask},
         ),
     )
+
+
+def _positions_of_metric(pos: Index) -> Selection:
+    """Return the positions of a metric. A list of integers has one position for each example."""
+    chosen = Selection(pos)
+    is_listed = isinstance(chosen.index, list) and all(type(at) is int for at in chosen.index)
+    return Selection([[at] for at in chosen.index]) if is_listed else chosen
+
+
+def _pos_in_call(pos: Index | None) -> str:
+    """Return the argument `pos` of a call in words, or an empty text for None."""
+    return "" if pos is None else f", pos={Selection(pos)}"
 
 
 @explains_calls

@@ -104,6 +104,68 @@ def test_cross_entropy_is_the_mean_over_real_predictions(logits, mask):
     assert found.tolist() == pytest.approx(expected, abs=1e-12)
 
 
+RIGHT = LEFT.flip(1)
+
+
+@pytest.mark.parametrize(
+    ("pos", "mask", "columns"),
+    [
+        # The columns whose predictions each example uses.
+        (-2, None, [[3], [3], [3]]),
+        (-2, LEFT, [[3], [3], [3]]),
+        (-2, RIGHT, [[1], [3], [2]]),
+        (3, LEFT, [[3], [3], [3]]),
+        (slice(-3, None), RIGHT, [[0, 1], [2, 3], [1, 2]]),
+        (slice(-3, -2), RIGHT.bool(), [[0], [2], [1]]),
+        (slice(2), LEFT, [None, [0, 1], [1]]),
+        ([-2, -5, -3], LEFT, [[3], [0], [2]]),
+        (torch.tensor([-2, 0, -3]), RIGHT, [[1], [0], [1]]),
+        ([[-3], [0, 3], [-1, -2]], RIGHT, [[0], [0, 3], [2]]),
+        (torch.tensor([[0, 0, 1, 0, 0], [1, 0, 0, 1, 0], [0, 0, 1, 1, 1]]).bool(), LEFT, None),
+        (torch.tensor([[1, 1, 0, 0, 0], [1, 0, 0, 1, 0], [0, 0, 1, 0, 0]]).bool(), RIGHT, None),
+    ],
+    ids=repr,
+)
+def test_cross_entropy_is_limited_to_positions(logits, pos, mask, columns):
+    tokens = torch.randint(VOCAB, (BATCH, POS))
+    if mask is not None:
+        tokens[mask == 0] = -100
+    if columns is None:
+        columns = [[at for at in np.flatnonzero(row) if at < 4] for row in pos.numpy()]
+    if None in columns:
+        with pytest.raises(ValueError, match="example 0 at pos=slice"):
+            cross_entropy(tokens, pos, attention_mask=mask)
+        return
+    expected = []
+    for x, text, read in zip(logits.numpy(), tokens.tolist(), columns, strict=True):
+        log_p = x - np.log(np.exp(x).sum(-1, keepdims=True))
+        expected.append(-np.mean([log_p[at, text[at + 1]] for at in read]))
+    metric = cross_entropy(tokens, pos, attention_mask=mask)
+    assert measure(metric, logits, mask).tolist() == pytest.approx(expected, abs=1e-12)
+    # The metric of some examples, and of the examples in another process.
+    again = pickle.loads(pickle.dumps(metric))
+    assert again(logits).tolist() == pytest.approx(expected, abs=1e-12)
+    some = metric.rows(torch.tensor([2, 0]))
+    assert some(logits[[2, 0]]).tolist() == pytest.approx([expected[2], expected[0]], abs=1e-12)
+
+
+def test_cross_entropy_of_words_is_limited_to_positions():
+    model = pydoc()
+    texts = ["def __init", "self.name"]
+    found = measure(
+        cross_entropy(texts, pos=-2),
+        model(texts),
+        model.to_tokens(texts).attention_mask,
+        model=model,
+    )
+    for text, value in zip(texts, found, strict=True):
+        x = model(text)[0, -2].detach().double().numpy()
+        token = model.to_tokens(text).tokens[0, -1]
+        assert value.item() == pytest.approx(np.log(np.exp(x).sum()) - x[token], abs=1e-5)
+    assert repr(cross_entropy(texts, pos=-2)) == "cross_entropy(texts, pos=-2)"
+    assert repr(cross_entropy(torch.ones(1, 2).long(), 0)) == "cross_entropy(tokens [1, 2], pos=0)"
+
+
 def test_cross_entropy_uses_the_mask_of_every_form_of_tokens(logits):
     tokens = torch.randint(VOCAB, (BATCH, POS))
     expected = cross_entropy(tokens, attention_mask=LEFT)(logits)
@@ -176,6 +238,7 @@ TOKENS = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [0, 2, 4, 6, 8]])
         accuracy([3, 0, 2]),
         rank(4, pos=[0, 2, 4]),
         cross_entropy(TOKENS, attention_mask=LEFT),
+        cross_entropy(TOKENS, [-2, 0, -3], attention_mask=LEFT),
         kl_divergence(
             torch.arange(165.0).sin().view(BATCH, POS, VOCAB).double(), None, attention_mask=LEFT
         ),
@@ -275,6 +338,10 @@ def test_a_metric_prints_as_its_call():
         (lambda x: log_prob(1, pos=-6)(x), "got -6"),
         (lambda x: cross_entropy(torch.ones(BATCH, 1).long()), "example 0"),
         (lambda x: cross_entropy(torch.ones(BATCH, 4).long())(x), r"\(3, 4\)"),
+        (lambda x: cross_entropy(torch.ones(BATCH, 4).long(), pos=-1), "example 0 at pos=-1"),
+        (lambda x: cross_entropy(torch.ones(BATCH, 4).long(), pos=4), "got 4"),
+        (lambda x: cross_entropy(torch.ones(BATCH, 4).long(), pos=[0, 1]), "3 examples.*got 2"),
+        (lambda x: cross_entropy(TOKENS, 1, attention_mask=LEFT), "padding at column 1"),
         (
             lambda x: cross_entropy(torch.ones(BATCH, POS).long(), attention_mask=LEFT[:2]),
             r"\[2, 5\]",
