@@ -16,9 +16,8 @@ from interp.effects.comparison import compare_effects as compare_effects
 from interp.effects.curves import circuit_curve as circuit_curve
 from interp.effects.edges import edge_attribution as edge_attribution
 from interp.effects.evaluation import circuit_auroc as circuit_auroc
-from interp.effects.evaluation import completeness as completeness
+from interp.effects.evaluation import evaluate_circuit as evaluate_circuit
 from interp.effects.evaluation import faithfulness as faithfulness
-from interp.effects.evaluation import minimality as minimality
 from interp.effects.integrated_gradients import integrated_gradients as integrated_gradients
 from interp.effects.nodes import node_effects as node_effects
 from interp.effects.patch_top_k import patch_top_k as patch_top_k

@@ -70,8 +70,8 @@ attribution_graph(model, TEXT, sae)                             | ValueError | b
 attribution_graph(TEXT, model, transcoders)                     | TypeError | 'def f
 faithfulness(model, pairs, ['m0->logits'])                      | TypeError | m0->logits.*Circuit
 faithfulness(model, pairs, 'm0->logits')                        | TypeError | m0->logits
-completeness(model, pairs, ['m0->logits'])                      | TypeError | Circuit
-minimality(model, pairs, effects)                               | TypeError | Result
+evaluate_circuit(model, pairs, ['m0->logits'])                  | TypeError | Circuit
+evaluate_circuit(model, pairs, effects)                         | TypeError | Result
 circuits.greedy(model, effects, 20)                             | TypeError | graph must.*Transformer.*Graph.model
 circuits.top(graph, TEXT, 20)                                   | TypeError | scores
 circuits.random(model, 5)                                       | TypeError | Graph
@@ -365,6 +365,7 @@ plots.attention                                                 | AttributeError
 attribution_graphs.graph                                        | AttributeError | attribution_graph
 interp.logits_lens                                              | AttributeError | logit_lens
 interp.why_attends                                              | AttributeError | now interp.attention_attribution
+interp.minimality                                               | AttributeError | now interp.evaluate_circuit
 models.stream                                                   | AttributeError | now models.generate_steps
 interp.ActivationPatching                                       | AttributeError | activation_patching
 models.HookedTransformer                                        | AttributeError | models.load

@@ -192,8 +192,8 @@ READ = {
         interp.edge_patching, edges=["input->a0.h1<q>", "a0.h2->m1", "m0->logits"]
     ),
     "faithfulness": shares(interp.faithfulness),
-    "completeness": shares(interp.completeness),
-    "minimality": shares(interp.minimality),
+    "completeness": shares(lambda *args: interp.evaluate_circuit(*args).completeness),
+    "minimality": shares(lambda *args: interp.evaluate_circuit(*args).minimality),
     "edge_attribution": on_pairs(interp.edge_attribution),
     "circuit": circuit,
 }

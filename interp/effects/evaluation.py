@@ -4,18 +4,29 @@ All measures but the AUROC are shares of a behaviour: 0 is the run in which ever
 values of the source, and 1 is the whole model.
 """
 
+import itertools
+from dataclasses import dataclass, fields
+from typing import Any
+
 import torch
 from torch import nn
 
-from hooks.base import progress_of, shows_progress
+from hooks.base import aligned_rows, number_of, progress_of, shows_progress
+from interp import plots
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import random, strengths
+from interp.inputs.parts import finished
+from interp.json_form import Table, form
 from interp.kinds import require_made
 from interp.numbers.ranks import area_under_curve
 from interp.pairs.pairs import Pairs, of_pairs
+from interp.results.entries import Entries, sizes_in_words
 from interp.results.result import Result
-from interp.runs.circuit_runs import CircuitRuns
+from interp.runs.circuit_runs import CircuitRuns, as_shares
 from interp.runs.masked import CircuitSource
+
+_MOST_NODES = 20
+"""The number of nodes in the printed table of criteria."""
 
 
 @shows_progress
@@ -71,9 +82,72 @@ def faithfulness(
     return runs.shares(metrics - runs.none, "circuit", ("circuit", "random"))
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class CircuitScores(plots.Shown):
+    """The three criteria of a circuit, returned by `evaluate_circuit`.
+
+    F is the faithfulness of a circuit: its share of the behaviour of the whole model.
+
+    Attributes:
+        faithfulness: F(C) [circuit, example], where C is the circuit. The only label is `circuit`.
+        completeness: F(M without K) - F(C without K) [without, example], where M is the whole
+            model, and K is a set of nodes. All differences are near 0 if the
+            circuit is complete. A large difference shows that other parts of the model can do the
+            work of the nodes, and that the circuit lacks these parts. The labels of `without` are
+            the nodes of the circuit except `logits`, one in each set K, and then `circuit`. For
+            this last label, K is the whole circuit. The difference is then the share of the
+            behaviour that the model keeps without the circuit.
+        minimality: the loss F(C) - F(C without v) for each node v except `logits` [node, example].
+            If the interval of a node contains 0, the circuit may not need the node.
+    """
+
+    faithfulness: Result
+    completeness: Result
+    minimality: Result
+
+    def results(self) -> dict[str, Result]:
+        """Return the three results by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the three results in the JSON form of all results; see `interp.json_form`."""
+        tables: dict[str, Table] = {}
+        for name, result in self.results().items():
+            tables |= result.tables(name)
+        return form("CircuitScores", tables, self.faithfulness.about)
+
+    def view(self) -> plots.View:
+        """Draw the three results as bars."""
+        return plots.together("criteria of a circuit", self.results())
+
+    def __repr__(self) -> str:
+        n_nodes = len(self.minimality.labels["node"])
+        # The nodes that the circuit needs most come first, and then the whole circuit.
+        losses = self.minimality.mean()
+        order = losses.argsort(descending=True, stable=True).tolist()[:_MOST_NODES]
+        faithful = self.faithfulness.places([0])
+        complete = self.completeness.places([*order, n_nodes])
+        minimal = self.minimality.places(order)
+        rows = [("without", "completeness", "minimality")]
+        for difference, loss in itertools.zip_longest(complete, minimal):
+            name = str(difference.where["without"])
+            rows.append((name, difference.numbers, loss.numbers if loss else ""))
+        size = sizes_in_words(("node", "example"), self.minimality.shape)
+        lines = [
+            f"CircuitScores: {size}, in {self.faithfulness.unit}",
+            "base: no edge, target: the whole model",
+            f"faithfulness {faithful[0].numbers}",
+            *aligned_rows(rows),
+        ]
+        if n_nodes > len(order):
+            lines.append(f"… {number_of(n_nodes - len(order), 'more node')}: .minimality.top(n)")
+        lines += Entries([*faithful, *complete, *minimal]).notes()
+        return "\n  ".join(lines)
+
+
 @shows_progress
 @of_pairs
-def completeness(
+def evaluate_circuit(
     model: nn.Module,
     pairs: Pairs,
     circuit: Circuit,
@@ -81,26 +155,23 @@ def completeness(
     *,
     max_bytes: int = 2**30,
     progress: bool = True,
-) -> Result:
-    """Return the difference between model and circuit after the same nodes are removed from both.
+) -> CircuitScores:
+    """Return the faithfulness, the completeness and the minimality of a circuit.
 
-    For a set K of nodes, the difference is F(M without K) - F(C without K), where F is the
-    faithfulness (Wang et al. 2022, "Interpretability in the Wild"). All differences are near 0 if
-    the circuit is complete. A large difference shows that other parts of the model can do the work
-    of the nodes, and that the circuit lacks these parts.
+    These are the three criteria of Wang et al. 2022, "Interpretability in the Wild". A circuit is
+    faithful if it does as well as the whole model, complete if it contains all parts that do the
+    work, and minimal if it needs each of its nodes. The evaluation removes each node from the
+    circuit and from the whole model, so it runs the model two times for each node of the circuit.
+    `faithfulness` measures the first criterion alone, and compares it with random edges.
 
     Args:
         model, pairs, circuit, source, max_bytes, progress: see `faithfulness`.
 
     Returns:
-        Differences of shares [without, example], without a unit; see `faithfulness`. The labels of
-        `without` are the nodes of the circuit except `logits`, one in each set K, and then
-        `circuit`. For this last label, K is the whole circuit. The difference is then the share of
-        the behaviour that the model keeps without the circuit.
+        The three criteria, as shares without a unit.
 
     Raises:
-        ValueError: if the circuit has no edge or belongs to another model, or the metric is the
-            same for the whole model and for the empty circuit.
+        ValueError: if the circuit has no edge, or for the reasons of `faithfulness`.
 
     Warns:
         UserWarning: if some of the texts were used to find the circuit.
@@ -112,75 +183,45 @@ def completeness(
     >>> scores = edge_attribution(model, Pairs("def __ini", "def __nam", ("t", "e")))
     >>> circuit = circuits.greedy(Graph(model), scores, 10)
     >>> other_pairs = Pairs("    def __ini", "    def __nam", ("t", "e"))
-    >>> completeness(model, other_pairs, circuit).top(2)
-    without a0.h3  +0.4898
-    without m3     +0.3944
+    >>> evaluate_circuit(model, other_pairs, circuit)  # doctest: +ELLIPSIS
+    CircuitScores: 6 nodes x 1 example, in shares of target - base
+      base: no edge, target: the whole model
+      faithfulness +0.6262
+      without  completeness  minimality
+      input    ...e-08    +0.6262
+      m0       -0.01226      +0.6262
+      m1       +0.1507       +0.5545
+      a0.h3    +0.4898       +0.4298
+      m3       +0.3944       +0.2729
+      m2       +0.2616       +0.1801
+      circuit  -0.01918
 
-    Without `m3`, the model keeps a share of the behaviour that is 0.39 larger than the circuit's
-    share: the circuit lacks paths that replace `m3`.
+    The circuit keeps a share of 0.63, and loses all of it without `m0`. Without `m3`, the whole
+    model keeps a share that is 0.39 larger than the share of the circuit: the circuit lacks paths
+    that replace `m3`.
     """
     runs = CircuitRuns(model, pairs, circuit, source=source, max_bytes=max_bytes)
     whole = circuit | ~circuit
     nodes = _inner_nodes(circuit)
-    reduced = [(whole.without(node), circuit.without(node)) for node in nodes]
-    reduced.append((whole - circuit, circuit - circuit))
-    differences = []
-    for reduced_model, reduced_circuit in progress_of(reduced, "nodes", len(reduced)):
-        differences.append(runs(reduced_model) - runs(reduced_circuit))
-    return runs.shares(torch.stack(differences), "without", (*nodes, "circuit"))
-
-
-@shows_progress
-@of_pairs
-def minimality(
-    model: nn.Module,
-    pairs: Pairs,
-    circuit: Circuit,
-    source: CircuitSource = "pair",
-    *,
-    max_bytes: int = 2**30,
-    progress: bool = True,
-) -> Result:
-    """Return the share of a behaviour that a circuit loses without each of its nodes.
-
-    For a node v, this is F(C) - F(C without v), where F is the faithfulness (Wang et al. 2022,
-    "Interpretability in the Wild"). If a circuit is minimal, it loses something whenever one of its
-    nodes is removed. If the interval of a node contains 0, the circuit may not need the node.
-
-    Args:
-        model, pairs, circuit, source, max_bytes, progress: see `faithfulness`.
-
-    Returns:
-        Differences of shares [node, example], without a unit; see `faithfulness`. The labels of
-        `node` are the nodes of the circuit except the logits.
-
-    Raises:
-        ValueError: for the same reasons as in `completeness`.
-
-    Warns:
-        UserWarning: if some of the texts were used to find the circuit.
-
-    >>> from interp import edge_attribution
-    >>> from interp.graph import Graph, circuits
-    >>> from models import load
-    >>> model = load("pydoc-4l")
-    >>> scores = edge_attribution(model, Pairs("def __ini", "def __nam", ("t", "e")))
-    >>> circuit = circuits.greedy(Graph(model), scores, 10)
-    >>> other_pairs = Pairs("    def __ini", "    def __nam", ("t", "e"))
-    >>> minimality(model, other_pairs, circuit).select(node=["m0", "m1", "m2"]).top()
-    node m0  +0.6262
-    node m1  +0.5545
-    node m2  +0.1801
-
-    The circuit keeps a share of 0.63, and loses all of it without `m0`.
-    """
-    runs = CircuitRuns(model, pairs, circuit, source=source, max_bytes=max_bytes)
-    nodes = _inner_nodes(circuit)
-    with_all_nodes = runs(circuit)
+    metric = runs(circuit)
     losses = []
+    differences = []
     for node in progress_of(nodes, "nodes", len(nodes)):
-        losses.append(with_all_nodes - runs(circuit.without(node)))
-    return runs.shares(torch.stack(losses), "node", nodes)
+        without_node = runs(circuit.without(node))
+        losses.append(metric - without_node)
+        differences.append(runs(whole.without(node)) - without_node)
+    differences.append(runs(whole - circuit) - runs.none)
+    effects = CircuitScores(
+        faithfulness=runs.effects((metric - runs.none)[None], "circuit", ["circuit"]),
+        completeness=runs.effects(torch.stack(differences), "without", (*nodes, "circuit")),
+        minimality=runs.effects(torch.stack(losses), "node", nodes),
+    )
+    return finished(effects, scores_as_shares)
+
+
+def scores_as_shares(effects: CircuitScores) -> CircuitScores:
+    """Return the three criteria as shares of the whole model's difference; see `as_shares`."""
+    return CircuitScores(**{name: as_shares(result) for name, result in effects.results().items()})
 
 
 def circuit_auroc(scores: Result, known: Circuit, signed: bool = False) -> float:

@@ -8,7 +8,7 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hooks.base import shown, warn
 from interp.effects import edges, integrated_gradients
+from interp.effects.evaluation import CircuitScores, scores_as_shares
 from interp.features.score_sums import ScoreSums
 from interp.inputs import parts as running
 from interp.inputs.copies import groups, same_values
@@ -33,6 +34,7 @@ _FINISHES: Mapping[str, Callable[..., Any]] = {
     "edges": edges.with_gaps,
     "integrated gradients": integrated_gradients.with_gaps,
     "shares": as_shares,
+    "circuit scores": scores_as_shares,
     "largest": largest_of,
 }
 """The functions that finish joined results, by their names in files."""
@@ -321,6 +323,49 @@ def _joined_sums(
     return ScoreSums.together([outcome.result for outcome in outcomes])
 
 
+def _joined_scores(
+    outcomes: Sequence[Outcome], parts: Sequence[PartOfExamples], whole: Whole
+) -> CircuitScores:
+    """Return the criteria of a circuit for the examples of all parts."""
+    joined = {}
+    for criterion in fields(CircuitScores):
+        results = [getattr(outcome.result, criterion.name) for outcome in outcomes]
+        of_criterion = zip(outcomes, results, strict=True)
+        joined[criterion.name] = _joined_results(
+            [replace(outcome, result=result) for outcome, result in of_criterion], parts, whole
+        )
+    return CircuitScores(**joined)
+
+
+def _scores_on_cpu(scores: CircuitScores) -> CircuitScores:
+    """Return the criteria of a circuit with all tensors on the CPU."""
+    return CircuitScores(
+        **{name: _result_on_cpu(result) for name, result in scores.results().items()}
+    )
+
+
+def _pack_scores(scores: CircuitScores) -> Packed:
+    tensors: dict[str, Tensor] = {}
+    facts: dict[str, Any] = {}
+    for name, result in scores.results().items():
+        of_result, facts[name] = result.packed()
+        tensors |= {f"{name}.{part}": tensor for part, tensor in of_result.items()}
+    return tensors, facts
+
+
+def _unpack_scores(tensors: dict[str, Tensor], facts: dict[str, Any]) -> CircuitScores:
+    results = {}
+    for name, of_result in facts.items():
+        prefix = f"{name}."
+        parts = {
+            key.removeprefix(prefix): tensor
+            for key, tensor in tensors.items()
+            if key.startswith(prefix)
+        }
+        results[name] = Result.unpacked(parts, of_result)
+    return CircuitScores(**results)
+
+
 def _result_on_cpu(result: Result) -> Result:
     """Return a result with all tensors on the CPU."""
     return replace(
@@ -375,6 +420,7 @@ _KINDS = (
         StatisticsByPoint.packed,
         StatisticsByPoint.unpacked,
     ),
+    _Kind(CircuitScores, _joined_scores, _scores_on_cpu, _pack_scores, _unpack_scores),
     _Kind(ScoreSums, _joined_sums, _same, ScoreSums.packed, ScoreSums.unpacked),
 )
 

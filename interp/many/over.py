@@ -63,7 +63,7 @@ def over_examples(
     Args:
         analysis: a function of a model and pairs or texts that returns a `Result` with a value for
             each example: an analysis of `interp`, or a function of your own, which may run the
-            model and read a cache. Also `evaluate_sae`, `max_activating` and
+            model and read a cache. Also `evaluate_circuit`, `evaluate_sae`, `max_activating` and
             `interp.store.statistics`. Another process must be able to import the module of the
             function.
         make_model: a function that returns the model, such as `partial(models.load, "gpt2")`. Each

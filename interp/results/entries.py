@@ -63,6 +63,16 @@ class Entry(NamedTuple):
         name = ", ".join(labels)
         return f"{name} of {self.together}" if self.together else name
 
+    @property
+    def numbers(self) -> str:
+        """The effect and its interval as one text, such as `+0.5  [+0.1, +0.9]`."""
+        if math.isnan(self.effect):
+            return "NaN, not ranked"
+        if self.is_rounding and self.effect != 0:
+            return "0 up to rounding"
+        interval = interval_text(self.low, self.high)
+        return f"{self.effect:+.4g} {interval}" if interval else f"{self.effect:+.4g}"
+
 
 class Entries(tuple[Entry, ...]):
     """Entries of a result, which are printed one per line.
@@ -80,19 +90,11 @@ class Entries(tuple[Entry, ...]):
     def __repr__(self) -> str:
         width = max((len(entry.name) for entry in self), default=0)
         lines = []
-        has_bounds = True
         for entry in self:
-            line = f"{entry.name:<{width}}  "
-            if math.isnan(entry.effect):
-                line += "NaN, not ranked"
-            elif entry.is_rounding and entry.effect != 0:
-                line += "0 up to rounding"
-            else:
-                line += f"{entry.effect:+.4g}"
-                interval = interval_text(entry.low, entry.high)
-                line += f" {interval}" if interval else ""
-                has_bounds &= not (math.isinf(entry.low) or math.isinf(entry.high))
+            line = f"{entry.name:<{width}}  {entry.numbers}"
             lines.append(f"{line} ({entry.examples})" if entry.examples else line)
-        if not has_bounds:
-            lines.append(_WITHOUT_BOUND)
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes()])
+
+    def notes(self) -> list[str]:
+        """Return the reason for infinite ends of intervals; nothing if no end is infinite."""
+        return [_WITHOUT_BOUND] if any("inf" in entry.numbers for entry in self) else []

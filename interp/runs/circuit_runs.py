@@ -75,11 +75,19 @@ class CircuitRuns(MaskedRuns):
         """Return differences of the metric as shares of `whole - none`.
 
         Args:
+            values, axis, labels: see `effects`.
+        """
+        return finished(self.effects(values, axis, labels), as_shares)
+
+    def effects(self, values: Tensor, axis: str, labels: Iterable[object]) -> Result:
+        """Return differences of the metric, in its unit, which `as_shares` divides.
+
+        Args:
             values: the differences, [axis, example].
             axis: the name of the first axis.
             labels: the labels of the first axis.
         """
-        effects = Result(
+        return Result(
             values,
             (axis, "example"),
             base=self.none,
@@ -88,7 +96,6 @@ class CircuitRuns(MaskedRuns):
             about={"metric": name_of(self.runs.metric)},
             groups=self.runs.groups,
         )
-        return finished(effects, as_shares)
 
 
 def as_shares(effects: Result) -> Result:

@@ -166,6 +166,14 @@ RESULTS = {
         lambda s: null_spaces(s.model, s.pairs, "blocks.2.resid_post", torch.eye(128)[0]),
         lambda r: {**effect(r.effects, "effects"), "dormant": r.dormant},
     ),
+    "evaluate_circuit": (
+        lambda s: interp.evaluate_circuit(s.model, s.pairs, s.circuit),
+        lambda r: {
+            **effect(r.faithfulness, "faithfulness"),
+            **effect(r.completeness, "completeness"),
+            **effect(r.minimality, "minimality"),
+        },
+    ),
     "evaluate_sae": (
         lambda s: evaluate_sae(s.model, s.sae, [TEXT, OTHER]),
         lambda r: {

@@ -43,8 +43,9 @@ ANALYSES = {
     ),
     "edge_attribution": lambda i, m, p: i.edge_attribution(m, pairs(i), progress=p),
     "faithfulness": lambda i, m, p: i.faithfulness(m, pairs(i), circuit(i, m), progress=p),
-    "completeness": lambda i, m, p: i.completeness(m, pairs(i), circuit(i, m), progress=p),
-    "minimality": lambda i, m, p: i.minimality(m, pairs(i), circuit(i, m), progress=p),
+    "evaluate_circuit": lambda i, m, p: (
+        i.evaluate_circuit(m, pairs(i), circuit(i, m), progress=p).completeness
+    ),
     "node_effects": lambda i, m, p: i.node_effects(m, pairs(i), progress=p),
     "edge_patching": lambda i, m, p: i.edge_patching(
         m, pairs(i), ["input->m0", "m3->logits"], progress=p

@@ -11,13 +11,14 @@ from interp import (
     circuit_curve,
     edge_attribution,
     edge_patching,
+    evaluate_circuit,
     faithfulness,
     run_circuit,
     run_with_cache,
 )
-from interp.effects.evaluation import completeness, minimality
 from interp.graph import Graph, circuits
 from interp.numbers.intervals import interval
+from interp.runs.circuit_runs import CircuitRuns
 from tests.interp.graph.scored import EDGES, GRAPH, by_edge, scored
 from tests.reference import some_tokens, variant
 from tests.streams import made
@@ -63,12 +64,17 @@ def test_examples_that_run_separately_get_their_own_source(monkeypatch):
     torch.testing.assert_close(apart.values, together.values)
 
 
-def test_completeness_and_minimality_leave_out_one_node_at_a_time():
+def test_the_criteria_leave_out_one_node_at_a_time():
     circuit = Circuit(GRAPH, KEPT)
     none, whole = metric([]), metric(EDGES)
     gap = (whole - none).mean()
-    complete = completeness(GRAPH.model, PAIRS, circuit)
-    minimal = minimality(GRAPH.model, PAIRS, circuit)
+    scores = evaluate_circuit(GRAPH.model, PAIRS, circuit)
+    complete, minimal = scores.completeness, scores.minimality
+    expected = share(metric(KEPT), none, whole)[None]
+    torch.testing.assert_close(scores.faithfulness.mean(), expected)
+    nodes = {edge.split("->")[0] for edge in KEPT}
+    assert {*minimal.labels["node"]} == nodes
+    assert complete.labels["without"] == (*minimal.labels["node"], "circuit")
     for node in ("input", "a0.h2", "m0"):
         own, every = ([*edges.without(node)] for edges in (circuit, Circuit(GRAPH, EDGES)))
         expected = (metric(every) - metric(own)).mean() / gap
@@ -77,6 +83,33 @@ def test_completeness_and_minimality_leave_out_one_node_at_a_time():
         torch.testing.assert_close(minimal.select(node=node).mean(), lost)
     expected = (metric({*EDGES} - {*KEPT}) - none).mean() / gap
     torch.testing.assert_close(complete.select(without="circuit").mean(), expected)
+
+
+def test_the_criteria_run_each_circuit_once(monkeypatch):
+    circuits_run = []
+    run = CircuitRuns.__call__
+    monkeypatch.setattr(
+        CircuitRuns, "__call__", lambda runs, c: circuits_run.append(frozenset(c)) or run(runs, c)
+    )
+    circuit = Circuit(GRAPH, KEPT)
+    n_nodes = evaluate_circuit(GRAPH.model, PAIRS, circuit).minimality.shape[0]
+    # Besides two runs for each node: the empty circuit, the model, the circuit, and the model
+    # without the circuit.
+    assert len(circuits_run) == len({*circuits_run}) == 2 * n_nodes + 4
+
+
+def test_the_printed_criteria_list_the_nodes_that_the_circuit_needs_most(monkeypatch):
+    monkeypatch.setattr("interp.effects.evaluation._MOST_NODES", 3)
+    scores = evaluate_circuit(GRAPH.model, PAIRS, Circuit(GRAPH, KEPT))
+    lines = repr(scores).splitlines()
+    order = scores.minimality.mean().argsort(descending=True)[:3].tolist()
+    expected = [scores.minimality.labels["node"][n] for n in order]
+    assert [line.split()[0] for line in lines[4:8]] == [*expected, "circuit"]
+    for line, place in zip(lines[4:], [*order, -1], strict=False):
+        assert f"{scores.completeness.mean()[place]:+.4g}" in line
+    assert f"{scores.minimality.mean()[order[0]]:+.4g}" in lines[4]
+    assert "11 more nodes" in lines[8]
+    assert lines[9].startswith("  inf: ")
 
 
 def test_a_curve_has_the_areas_of_the_benchmark():
@@ -196,4 +229,4 @@ def test_circuits_that_cannot_be_measured_are_errors():
     with pytest.raises(ValueError, match="must differ"):
         faithfulness(GRAPH.model, same, Circuit(GRAPH, KEPT))
     with pytest.raises(ValueError, match="at least one edge"):
-        minimality(GRAPH.model, PAIRS, Circuit(Graph(GRAPH.model), []))
+        evaluate_circuit(GRAPH.model, PAIRS, Circuit(Graph(GRAPH.model), []))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from interp import edge_attribution, edge_patching, faithfulness
-from interp.effects.evaluation import circuit_auroc, completeness, minimality
+from interp import edge_attribution, edge_patching, evaluate_circuit, faithfulness
+from interp.effects.evaluation import circuit_auroc
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import above, greedy, top
 from tests.interp.planted import KNOWN, case
@@ -40,11 +40,12 @@ def test_gradients_miss_edges_with_saturation(name):
 @CASES
 def test_the_known_circuit_is_faithful_complete_and_minimal(name):
     model, pairs, graph, known = case(name, is_saturated=True)
+    scores = evaluate_circuit(model, pairs, known)
     own, random = faithfulness(model, pairs, known).mean().tolist()
-    assert own == pytest.approx(1, abs=0.01)
+    assert scores.faithfulness.mean().item() == own == pytest.approx(1, abs=0.01)
     assert abs(random) < 0.5
-    rest = completeness(model, pairs, known)
-    torch.testing.assert_close(rest.values, torch.zeros_like(rest.values), atol=1e-9, rtol=0)
-    assert (minimality(model, pairs, known).mean() > 0.1).all()
+    rest = scores.completeness.values
+    torch.testing.assert_close(rest, torch.zeros_like(rest), atol=1e-9, rtol=0)
+    assert (scores.minimality.mean() > 0.1).all()
     wider = known | Circuit(graph, ["input->m0"] if name == "comparison" else ["a0.h0->a1.h2<k>"])
     assert faithfulness(model, pairs, wider).mean()[0] == pytest.approx(own)

@@ -19,9 +19,9 @@ from interp import (
     Pairs,
     activation_patching,
     attribution_patching,
-    completeness,
     edge_attribution,
     edits,
+    evaluate_circuit,
     evaluate_sae,
     faithfulness,
     integrated_gradients,
@@ -136,13 +136,17 @@ def test_parts_equal_the_whole(model, name):
     require_equal(joined, whole)
 
 
-@pytest.mark.parametrize("analysis", [faithfulness, completeness])
+@pytest.mark.parametrize("out", [False, True])
 @pytest.mark.filterwarnings("ignore:the circuit was found on")
-def test_shares_are_divided_by_the_mean_of_all_examples(model, circuit, analysis, tmp_path):
-    whole = analysis(model, PAIRS, circuit)
+def test_shares_are_divided_by_the_mean_of_all_examples(model, circuit, out, tmp_path):
+    options = {"at_once": AT_ONCE, "out": tmp_path if out else None}
+    whole = faithfulness(model, PAIRS, circuit)
+    scores = evaluate_circuit(model, PAIRS, circuit)
     for _ in range(2):
-        joined = over_examples(analysis, make_model, PAIRS, circuit, at_once=AT_ONCE, out=tmp_path)
-        require_equal(joined, whole)
+        require_equal(over_examples(faithfulness, make_model, PAIRS, circuit, **options), whole)
+        joined = over_examples(evaluate_circuit, make_model, PAIRS, circuit, **options)
+        for name in ("faithfulness", "completeness", "minimality"):
+            require_equal(getattr(joined, name), getattr(scores, name))
 
 
 def test_arguments_of_examples_are_divided(model):

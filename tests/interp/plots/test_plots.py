@@ -310,12 +310,14 @@ def test_objects_with_pictures_save_them(bundled, tmp_path):
         for analysis in (interp.activation_patching, interp.attribution_patching)
     )
     stored = harvest(bundled, texts, "blocks.1.mlp_out", tmp_path / "store")
+    circuit = Circuit(Graph(bundled), ["input->m2", "m2->logits"])
     for shown, said in (
         (pairs, "part KW8"),
         (pairs.read_by(bundled), "logit_diff([&#x27;V&#x27;, &#x27;W&#x27;], &#x27;Z&#x27;)"),
         (sae, "128 -&gt; 1024 features -&gt; 128"),
         (difference_of_means(bundled, texts[:1], texts[1:]), "difference of means"),
         (interp.compare_effects(guess, exact), "rank correlation"),
+        (interp.evaluate_circuit(bundled, pairs, circuit), "completeness"),
         (interp.ov_circuit(bundled), "the first 12 of 16 matrices"),
         (interp.evaluate_sae(bundled, sae, texts), "density at blocks.2.resid_post"),
         (interp.max_activating(bundled, texts, "blocks.1.mlp.post", neuron=3, k=2), "in text 1"),
