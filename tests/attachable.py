@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hooks import HookedRunner
+from tests import tiny
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
@@ -42,11 +43,7 @@ MODELS, MORE = (
 
 def config_of(name):
     kind = transformers.CONFIG_MAPPING[name]
-    # Leave out sizes that the config does not have, because `from_hf` rejects them.
-    known = {*vars(kind()), *dir(kind), *kind.attribute_map}
-    sizes = {key: size for key, size in SIZES.items() if key in known} | (MORE | MODELS)[name]
-    if name == "falcon":
-        del sizes["head_dim"]
+    sizes = tiny.known(kind, SIZES) | (MORE | MODELS)[name]
     # The sizes of the text model inside a model that also reads images or sounds.
     if isinstance(parts := sizes.get("text_config"), list):
         sizes["text_config"] = SIZES | _of(parts)

@@ -8,21 +8,19 @@ import functools
 import pytest
 import torch
 
+from tests import tiny
+
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 WIDTH, IMAGE, SOUND = 24, 60, 60
-TEXT = dict(
+TEXT = tiny.SIZES | dict(
     vocab_size=61,
     hidden_size=WIDTH,
-    intermediate_size=20,
-    num_hidden_layers=3,
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=8,
-    max_position_embeddings=64,
     pad_token_id=0,
     bos_token_id=1,
-    eos_token_id=None,
 )
 TOWER = dict(
     hidden_size=16, intermediate_size=14, num_hidden_layers=2, num_attention_heads=2, patch_size=4
@@ -32,30 +30,20 @@ EARS = dict(
 )
 BOTH = dict(
     vocab_size=61,
-    d_model=16,
-    encoder_layers=2,
-    decoder_layers=2,
-    encoder_attention_heads=2,
-    decoder_attention_heads=2,
-    encoder_ffn_dim=13,
-    decoder_ffn_dim=15,
+    hidden_size=16,
     max_position_embeddings=32,
     decoder_start_token_id=2,
     pad_token_id=0,
     bos_token_id=1,
-    eos_token_id=None,
     forced_eos_token_id=None,
 )
 T5 = dict(
     vocab_size=61,
-    d_model=16,
-    d_kv=6,
+    hidden_size=16,
     d_ff=13,
-    num_layers=2,
-    num_heads=2,
+    num_hidden_layers=2,
     decoder_start_token_id=0,
     pad_token_id=0,
-    eos_token_id=None,
 )
 
 
@@ -203,24 +191,20 @@ def qwen2_audio():
 
 
 def voxtral():
-    audio = dict(
-        num_mel_bins=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        hidden_size=16,
-        max_source_positions=12,
-        head_dim=8,
-    )
+    sizes = dict(hidden_size=16, intermediate_size=64, head_dim=8)
     config = transformers.VoxtralConfig(
-        audio_config=audio, text_config=transformers.LlamaConfig(**TEXT), audio_token_id=SOUND
+        audio_config=tiny.config(
+            "VoxtralEncoderConfig", num_mel_bins=8, max_source_positions=12, **sizes
+        ),
+        text_config=transformers.LlamaConfig(**TEXT),
+        audio_token_id=SOUND,
     )
     given = dict(input_ids=tokens_with(3, SOUND), input_features=drawn(2, 8, 24))
     return transformers.VoxtralForConditionalGeneration(config), given
 
 
 def t5(**more):
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(**T5, **more)), None
+    return tiny.model("T5ForConditionalGeneration", **T5, **more), None
 
 
 def gated_t5():
@@ -228,16 +212,16 @@ def gated_t5():
 
 
 def bart():
-    return transformers.BartForConditionalGeneration(transformers.BartConfig(**BOTH)), None
+    return tiny.model("BartForConditionalGeneration", **BOTH), None
 
 
 def mbart():
-    config = transformers.MBartConfig(**BOTH | dict(decoder_layers=3))
-    return transformers.MBartForConditionalGeneration(config), None
+    return tiny.model("MBartForConditionalGeneration", **BOTH, decoder_layers=3), None
 
 
 def whisper():
-    config = transformers.WhisperConfig(
+    model = tiny.model(
+        "WhisperForConditionalGeneration",
         **BOTH,
         num_mel_bins=8,
         max_source_positions=12,
@@ -246,7 +230,7 @@ def whisper():
         begin_suppress_tokens=None,
     )
     given = dict(input_features=drawn(2, 8, 24), decoder_input_ids=tokens_with(0)[:, :5])
-    return transformers.WhisperForConditionalGeneration(config), given
+    return model, given
 
 
 def vit():
@@ -255,19 +239,11 @@ def vit():
 
 
 def clip():
-    text = dict(
-        vocab_size=61,
-        hidden_size=16,
-        intermediate_size=14,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        max_position_embeddings=20,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
+    tokens = dict(vocab_size=61, bos_token_id=1, eos_token_id=2, pad_token_id=0)
     config = transformers.CLIPConfig(
-        text_config=text, vision_config=TOWER | dict(image_size=12), projection_dim=12
+        text_config=tiny.config("CLIPTextConfig", hidden_size=16, **tokens),
+        vision_config=TOWER | dict(image_size=12),
+        projection_dim=12,
     )
     given = dict(input_ids=tokens_with(1), pixel_values=drawn(2, 3, 12, 12))
     return transformers.CLIPModel(config), given

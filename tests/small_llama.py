@@ -5,28 +5,26 @@ import tempfile
 import pytest
 import torch
 
+from tests import tiny
+
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 SIZES = dict(
-    vocab_size=67,
     hidden_size=64,
     # The maps of bitsandbytes with four bits need multiples of 64 inputs on a CPU.
     intermediate_size=128,
     num_hidden_layers=2,
+    # Two processes divide the heads of keys.
     num_attention_heads=4,
     num_key_value_heads=2,
-    max_position_embeddings=32,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=None,
+    head_dim=16,
 )
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5], [35, 8, 9, 7, 9, 3]])
 
 
 def llama(dtype=torch.float32, attention="sdpa"):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SIZES, attn_implementation=attention)
-    model = transformers.LlamaForCausalLM(config).eval()
+    words = dict(vocab_size=67, pad_token_id=0, bos_token_id=1)
+    model = tiny.model("LlamaForCausalLM", **SIZES, **words, attn_implementation=attention)
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(torch.randn(weight.shape) * 0.15 + float(weight.ndim == 1))

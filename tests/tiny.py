@@ -28,8 +28,12 @@ STACKS = dict(
 
 
 def known(kind, sizes):
-    """Return the sizes that a class of configs has. `from_hf` rejects other names."""
-    names = {*vars(kind()), *dir(kind), *kind.attribute_map}
+    """Return the sizes that a class of configs has. `from_hf` rejects other names.
+
+    The configs of Falcon and ProphetNet compute some of their sizes from others.
+    """
+    computed = {name for name in dir(kind) if isinstance(getattr(kind, name), property)}
+    names = {*vars(kind()), *dir(kind), *kind.attribute_map} - computed
     return {name: size for name, size in sizes.items() if name in names}
 
 

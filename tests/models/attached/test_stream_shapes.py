@@ -9,39 +9,29 @@ from torch import nn
 
 from models import attach
 from models.attached.original import AttachError
+from tests import tiny
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
-SIZES = dict(vocab_size=29, hidden_size=24, intermediate_size=20, num_attention_heads=4)
+WIDTH = 24
 MADE = {
     "cpmant": (
         "CpmAntForCausalLM",
-        dict(
-            vocab_size=29,
-            hidden_size=24,
-            num_attention_heads=4,
-            dim_head=6,
-            dim_ff=20,
-            num_hidden_layers=2,
-            prompt_length=5,
-            prompt_types=4,
-        ),
+        dict(dim_head=6, dim_ff=20, prompt_length=5, prompt_types=4),
         r"\[2, 12, 24\].* adds 5 positions",
     ),
     "xlnet": (
         "XLNetLMHeadModel",
-        dict(vocab_size=29, d_model=24, n_layer=2, n_head=4, d_inner=20),
+        dict(d_inner=20),
         r"\[7, 2, 24\].*positions first",
     ),
     "prophetnet": (
         "ProphetNetForCausalLM",
         dict(
-            vocab_size=29,
-            hidden_size=24,
             num_decoder_layers=2,
             num_decoder_attention_heads=4,
-            decoder_ffn_dim=20,
             ngram=2,
+            pad_token_id=0,
             is_decoder=True,
             is_encoder_decoder=False,
             add_cross_attention=False,
@@ -50,39 +40,21 @@ MADE = {
     ),
     "longformer": (
         "LongformerForMaskedLM",
-        dict(**SIZES, num_hidden_layers=2, attention_window=4, max_position_embeddings=30),
+        dict(attention_window=4, pad_token_id=1),
         r"\[2, 8, 24\].*pads texts to a multiple",
     ),
     "fsmt": (
         "FSMTForConditionalGeneration",
-        dict(
-            src_vocab_size=29,
-            tgt_vocab_size=29,
-            d_model=24,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=20,
-            decoder_ffn_dim=20,
-        ),
+        dict(src_vocab_size=29, tgt_vocab_size=31, pad_token_id=1),
         r"\[7, 2, 24\] in 'model.encoder.layers'.*positions first",
     ),
 }
 
 
-def made(name, sizes):
-    if not hasattr(transformers, name):
-        pytest.skip("needs another transformers")
-    maker = getattr(transformers, name)
-    torch.manual_seed(0)
-    return maker(maker.config_class(**sizes)).eval()
-
-
 @pytest.mark.parametrize("kind", MADE)
 def test_the_reason_is_the_model_s_own_and_no_adapter(kind):
     name, sizes, reason = MADE[kind]
-    model = made(name, sizes)
+    model = tiny.model(name, hidden_size=WIDTH, **sizes)
     with pytest.raises(AttachError, match=reason) as caught:
         attach(model)
     assert "adapter" not in str(caught.value)
@@ -95,11 +67,12 @@ def test_the_reason_is_the_model_s_own_and_no_adapter(kind):
 def test_an_adapter_is_the_reason_only_if_the_base_model_is_supported(kind):
     peft = pytest.importorskip("peft", reason="needs peft")
     if kind == "longformer":
-        model = made(*MADE[kind][:2])
+        name, sizes, _ = MADE[kind]
+        model = tiny.model(name, hidden_size=WIDTH, **sizes)
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"])).eval()
         expected = "pads texts"
     else:
-        model = made("LlamaForCausalLM", dict(**SIZES, num_hidden_layers=2, pad_token_id=0))
+        model = tiny.model("LlamaForCausalLM")
         chosen = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
         model = peft.get_peft_model(model, chosen).eval()
         expected = "3 virtual tokens.*run="

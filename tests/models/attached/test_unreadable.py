@@ -12,24 +12,17 @@ from hooks import HookedRunner, HookError, NeverFiredError
 from interp import edits
 from models import attach
 from models.attached.original import AttachError
+from tests import tiny
 from tests.models.attached.kinds import TOKENS, made
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 
 def test_a_model_that_names_a_parameter_as_its_embeddings():
-    sizes = dict(
-        vocab_size=29,
-        d_model=24,
-        d_latents=20,
-        num_latents=5,
-        num_blocks=2,
-        num_self_attends_per_block=2,
-        num_self_attention_heads=4,
-        num_cross_attention_heads=4,
-        max_position_embeddings=30,
-    )
-    model = transformers.PerceiverForMaskedLM(transformers.PerceiverConfig(**sizes)).eval()
+    sizes = dict(d_model=24, d_latents=20, num_latents=5, max_position_embeddings=30)
+    blocks = dict(num_blocks=2, num_self_attends_per_block=3)
+    heads = dict(num_self_attention_heads=4, num_cross_attention_heads=2)
+    model = tiny.model("PerceiverForMaskedLM", **sizes, **blocks, **heads)
     with pytest.raises(AttachError, match=r"'perceiver.encoder.self_attends'.*run 2 times"):
         attach(model)
     assert HookedRunner(model).points  # without `attach`, submodules are points
@@ -39,38 +32,15 @@ def test_embeddings_outside_of_the_encoder_fire_once():
     """T5Gemma2 embeds its texts first, and passes the vectors to the module that runs
     the blocks.
     """
-    if not hasattr(transformers, "T5Gemma2ForConditionalGeneration"):
-        pytest.skip("needs a later transformers")
-    text = dict(
-        vocab_size=29,
-        hidden_size=24,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=6,
-        max_position_embeddings=30,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    vision = dict(
-        hidden_size=16,
-        intermediate_size=14,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=16,
-        patch_size=4,
-    )
-    config = transformers.T5Gemma2Config(
-        encoder=dict(
-            text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=28
-        ),
+    text = tiny.SIZES | dict(vocab_size=29, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    vision = tiny.config("SiglipVisionConfig", image_size=16, patch_size=4).to_dict()
+    encoder = dict(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    model = tiny.model(
+        "T5Gemma2ForConditionalGeneration",
+        encoder=encoder | dict(image_token_index=28),
         decoder=text,
         image_token_index=28,
     )
-    torch.manual_seed(0)
-    model = transformers.T5Gemma2ForConditionalGeneration(config).eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(0.3 * torch.randn(weight.shape))

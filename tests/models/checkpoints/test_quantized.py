@@ -12,6 +12,7 @@ from models import attach
 from models.checkpoints import from_hf, load
 from models.checkpoints.assemble import Reader
 from models.checkpoints.huggingface.quantized import dequantized
+from tests import tiny
 from tests.small_llama import TOKENS, llama, transformers
 
 CONFIG = transformers.FineGrainedFP8Config
@@ -191,20 +192,17 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @torch.no_grad()
 def test_a_model_in_mxfp4_is_attached(tmp_path):
-    torch.manual_seed(0)
-    config = transformers.GptOssConfig(
+    model = tiny.model(
+        "GptOssForCausalLM",
         vocab_size=67,
         hidden_size=64,
-        intermediate_size=32,
+        intermediate_size=32,  # the format has blocks of 32 numbers
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
         num_local_experts=3,
         num_experts_per_tok=2,
-        eos_token_id=None,
+        max_position_embeddings=2**17,  # the default frequencies are for this number
     )
-    transformers.GptOssForCausalLM(config).save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     wanted = {}
     for name in [name for name in state if name.endswith("_proj") and "experts" in name]:
@@ -216,7 +214,7 @@ def test_a_model_in_mxfp4_is_attached(tmp_path):
         numbers = torch.tensor([*E2M1, *(-number for number in E2M1)])[codes]
         wanted[name] = (numbers * 2.0 ** (scales[..., None] - 127.0)).flatten(2).mT
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    described = config.to_dict() | dict(quantization_config=FORMS["mxfp4"])
+    described = model.config.to_dict() | dict(quantization_config=FORMS["mxfp4"])
     (tmp_path / "config.json").write_text(json.dumps(described))
     model, twin = (
         transformers.GptOssForCausalLM.from_pretrained(
