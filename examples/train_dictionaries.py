@@ -36,7 +36,7 @@ from train_pydoc import repeated
 
 from interp.features import Dictionary, TopK, evaluate_sae
 from interp.features.bundled import packed, unpacked
-from interp.store import harvest
+from interp.store import HarvestConfig, harvest
 from models import load, train_test_split
 
 FEATURES, ACTIVE, ROWS, COPIES, LENGTH = 1024, 32, 1200, 400, 256
@@ -133,7 +133,9 @@ def run(options: argparse.Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     points, made = sorted({*places, *places.values()}), {}
     # If this script was stopped before, the harvest continues where it stopped.
-    store = harvest(model, tokens, points, options.out / "store", batch=100, per_file=100)
+    store = harvest(
+        model, tokens, points, options.out / "store", config=HarvestConfig(batch=100, per_file=100)
+    )
     for writes, reads in places.items():
         read, write = (
             torch.cat([store.file(n, [name])[name] for n in range(len(store.files))])

@@ -20,12 +20,32 @@ _MAKERS = {
     "Transcoders": "load_transcoders({}) reads them",
     "SVDTargets": "svd_targets(model, cache) gives them",
     "Steps": "Steps(model, prompt, answer) makes them",
+    "HarvestConfig": "interp.store.HarvestConfig(context=128) makes one",
     "Direction": "interp.directions.difference_of_means gives one",
 }
 
+_OF_A_HARVEST = (
+    *("dtype", "context", "pack", "pos", "without", "pool", "column", "batch", "per_file"),
+)
+"""The fields of `interp.store.HarvestConfig`."""
+
+
+def _harvest_arguments() -> dict[str, str]:
+    """Return the advice for settings of a harvest that are written as keywords."""
+    advice = {}
+    for name in _OF_A_HARVEST:
+        config = f"HarvestConfig({name}=...)"
+        advice[f"harvest.{name}"] = advice[f"plan.{name}"] = f"use config={config}"
+        advice[f"statistics.{name}"] = (
+            f"use harvest(model, texts, names, out, {config}), and then "
+            "Activations(out).statistics()"
+        )
+    return advice
+
+
 _HUB = "load_sae('owner/repository/folder') downloads a dictionary from the hub"
 _LAYER = "name the layer in site=, such as site='blocks.2.resid_post'"
-_ARGUMENTS = {
+_ARGUMENTS = _harvest_arguments() | {
     "splice.*": "several dictionaries are one mapping, {point: dictionary}",
     "Result.mean.axis": "mean() is over examples; result.values.mean(dim) is over an axis",
     "Result.mean.dim": "mean() is over examples; result.values.mean(dim) is over an axis",

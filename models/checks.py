@@ -1,41 +1,17 @@
 """Check arguments: fields of configs, and tokens."""
 
 import dataclasses
-import functools
 import math
 import numbers
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import torch
 from torch import Tensor
 
-from hooks.base import FakeTensor, refuse, require_choice, shown, skips_token_checks
+from hooks.base import FakeTensor, require_choice, shown, skips_token_checks
 
 T = TypeVar("T")
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-def names_fields(kind: type[T]) -> type[T]:
-    """Decorate a dataclass so that errors for unknown or missing fields name close matches."""
-    make: Any = kind.__init__
-    required = {
-        field.name
-        for field in dataclasses.fields(cast(Any, kind))
-        if field.init
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    }
-
-    @functools.wraps(make)
-    def __init__(self: T, *args: Any, **fields: Any) -> None:
-        refuse(fields, make, kind.__name__)
-        if not args and (missing := required - fields.keys()):
-            listed = ", ".join(f"{name}=" for name in sorted(missing))
-            raise TypeError(f"{kind.__name__} needs {listed}; got none")
-        make(self, *args, **fields)
-
-    setattr(kind, "__init__", __init__)  # noqa: B010  # mypy does not allow a plain assignment
-    return kind
 
 
 def check_types(config: Any, prefix: str = "") -> None:

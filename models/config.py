@@ -7,8 +7,8 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from hooks.base import HintsAtNames
-from models.checks import check_types, names_fields, require
+from hooks.base import HintsAtNames, names_fields
+from models.checks import check_types, require
 from models.rotary_scaling import RotaryBase, RotaryScaling
 
 # The smallest allowed sizes. Where 0 is allowed, it has a special meaning, such as "no limit".

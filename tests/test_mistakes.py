@@ -330,7 +330,12 @@ store.harvest(TEXT, model, 'embed', 'folder')                   | TypeError | st
 store.harvest(model, [TEXT], 'embed', None)                     | TypeError | None
 store.harvest(model, None, 'embed', 'folder')                   | ValueError | None
 store.harvest(model, [TEXT], 'embed', 'folder', shard=3)        | ValueError | jobs.*got 3
-store.harvest(model, [TEXT], 'embed', 'folder', without=['a'])  | TypeError | 'a'
+store.harvest(model, [TEXT], 'embed', 'folder', context=128)    | TypeError | context=; use config=HarvestConfig\(context=...\)
+store.harvest(model, [TEXT], 'embed', 'folder', 128)            | TypeError | HarvestConfig.*128
+store.plan(model, [TEXT], 'embed', pos=-1)                      | TypeError | pos=; use config=HarvestConfig\(pos=...\)
+store.HarvestConfig(without=['a'])                              | TypeError | 'a'
+store.HarvestConfig(contxt=3)                                   | TypeError | contxt=; close matches: context
+store.Settings                                                  | AttributeError | it is now interp.store.HarvestConfig
 store.harvest(model, [TEXT], 'embed')                           | TypeError | 'out'
 store.statistics(model, TEXT, 'embed', reading='induction')     | TypeError | 'induction'.*lambda
 store.statistics(model, TEXT, 'embed', reading=lambda m, c: 3)  | TypeError | Result.*got 3
@@ -339,7 +344,7 @@ store.statistics(model, TEXT, 'embed', top='x')                 | ValueError | '
 store.statistic                                                 | AttributeError | statistics
 store.Activations(None)                                         | TypeError | None
 store.Activations('no_such_folder')                             | FileNotFoundError | no_such_folder
-store.statistics(model, TEXT, 'embed', pos=-1)                  | TypeError | pos=.*harvest
+store.statistics(model, TEXT, 'embed', pos=-1)                  | TypeError | pos=; use harvest.*HarvestConfig\(pos=...\)
 directions.probe(TEXT, TEXT, TEXT)                              | TypeError | models.load
 directions.difference_of_means(model, [TEXT], [TEXT], 3)        | TypeError | site.*3
 directions.prob                                                 | AttributeError | probe

@@ -39,7 +39,7 @@ from commands import Pace, attempt, parser, pydoc_text, require_least
 from torch import Tensor
 
 from interp.features import crosscoder_cards, latent_scaling, load_crosscoder, member_values
-from interp.store import Activations, harvest
+from interp.store import Activations, HarvestConfig, harvest
 from models import TrainingConfig, Transformer, load, sample_batch, train, train_test_split
 
 POINT, LENGTH, ROWS = "blocks.2.resid_post", 128, 1024
@@ -147,7 +147,7 @@ def run(options: argparse.Namespace) -> None:
     folders = [options.out / name for name in ("base", "tuned")]
     options.out.mkdir(parents=True, exist_ok=True)
     stores = [
-        harvest(model, training, [POINT], folder, batch=32)
+        harvest(model, training, [POINT], folder, config=HarvestConfig(batch=32))
         for model, folder in zip((base, tuned), folders, strict=True)
     ]
     tensors = fit(stores, options.features, options.k, options.steps, options.seed)

@@ -55,7 +55,7 @@ from hooks.base.closeness import (
     sum_rounding,
 )
 from hooks.base.damage import damage_of
-from hooks.base.decorators import explains_calls, without_gradients
+from hooks.base.decorators import explains_calls, names_fields, without_gradients
 from hooks.base.draws import generator
 from hooks.base.errors import (
     NEVER_FIRED,
@@ -210,6 +210,7 @@ __all__ = [
     "module_rounding",
     "name_of_parts",
     "named_spans",
+    "names_fields",
     "norm_rounding",
     "number_of",
     "number_of_call",

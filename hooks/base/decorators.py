@@ -5,20 +5,22 @@
    the right call and, where one is known, the change that the call needs (`refuse_unbound`).
 """
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
 from hooks.base._torch import set_gradients
 from hooks.base.hints import argument_hint
 from hooks.base.saying import shown
-from hooks.base.words import Words
+from hooks.base.words import Words, refuse
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 def explains_calls(function: Callable[P, R]) -> Callable[P, R]:
@@ -38,6 +40,29 @@ def explains_calls(function: Callable[P, R]) -> Callable[P, R]:
             raise
 
     return run
+
+
+def names_fields(kind: type[T]) -> type[T]:
+    """Decorate a dataclass so that errors for unknown or missing fields name close matches."""
+    make: Any = kind.__init__
+    required = {
+        field.name
+        for field in dataclasses.fields(cast(Any, kind))
+        if field.init
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    }
+
+    @functools.wraps(make)
+    def __init__(self: T, *args: Any, **fields: Any) -> None:
+        refuse(fields, make, kind.__name__)
+        if not args and (missing := required - fields.keys()):
+            listed = ", ".join(f"{name}=" for name in sorted(missing))
+            raise TypeError(f"{kind.__name__} needs {listed}; got none")
+        make(self, *args, **fields)
+
+    setattr(kind, "__init__", __init__)  # noqa: B010  # mypy does not allow a plain assignment
+    return kind
 
 
 def without_gradients(function: Callable[P, R]) -> Callable[P, R]:

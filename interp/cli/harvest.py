@@ -10,24 +10,24 @@ def run(options: argparse.Namespace) -> None:
     """Write the store, and print its contents."""
     import torch
 
-    from interp.store import harvest, plan
+    from interp.store import HarvestConfig, harvest, plan
 
     job, _, jobs = options.shard.partition("/")
     if not (job.isdecimal() and jobs.isdecimal()):
         raise ValueError(f"--shard must be JOB/JOBS, such as 3/64; got {options.shard!r}")
-    settings = {
-        "dtype": options.values and getattr(torch, options.values),
-        "context": options.context,
-        "pack": options.pack,
-        "pos": slice(1, None) if options.skip_first else None,
-        "column": options.column,
-        "batch": options.batch,
-        "per_file": options.per_file,
-    }
+    config = HarvestConfig(
+        dtype=options.values and getattr(torch, options.values),
+        context=options.context,
+        pack=options.pack,
+        pos=slice(1, None) if options.skip_first else None,
+        column=options.column,
+        batch=options.batch,
+        per_file=options.per_file,
+    )
     model = model_of(options, trained=True)
-    arguments = (model, options.texts, options.point, options.out)
+    arguments = (model, options.texts, options.point, options.out, config)
     if options.plan:
-        written: Any = plan(*arguments, **settings)
+        written: Any = plan(*arguments)
     else:
-        written = harvest(*arguments, shard=(int(job), int(jobs)), **settings)
+        written = harvest(*arguments, shard=(int(job), int(jobs)))
     print(in_format(repr(written), written.as_json(), is_json=options.json))

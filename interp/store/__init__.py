@@ -23,16 +23,16 @@ from interp.store.activations import Activations
 from interp.store.arrow import from_arrow, to_arrow
 from interp.store.engines import Ray
 from interp.store.harvesting import harvest
-from interp.store.rows import Settings
+from interp.store.rows import HarvestConfig
 from interp.store.streaming import PlannedHarvest, plan, statistics
 from interp.store.summary import Statistics, StatisticsByPoint
 from interp.store.vllm import from_vllm
 
 __all__ = [
     "Activations",
+    "HarvestConfig",
     "PlannedHarvest",
     "Ray",
-    "Settings",
     "Statistics",
     "StatisticsByPoint",
     "from_arrow",
@@ -43,4 +43,4 @@ __all__ = [
     "to_arrow",
 ]
 
-__getattr__ = _missing_name(__name__, __all__)
+__getattr__ = _missing_name(__name__, __all__, {"Settings": "interp.store.HarvestConfig"})

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from jaxtyping import Shaped
@@ -14,10 +14,8 @@ from torch.utils.data import IterableDataset
 
 from hooks import CacheError
 from hooks.base import (
-    NoOthers,
     explains_calls,
     generator,
-    hides_others,
     number_of,
     require_integer,
     require_module,
@@ -33,7 +31,7 @@ from interp.reading.maxima import Activation, TopActivations
 from interp.store.files import MANIFEST, ROWS, Folder, file_of, gathered, store_of
 from interp.store.rows import FORMAT, identity
 from interp.store.shuffling import Shared, shuffled
-from interp.store.summary import StatisticsByPoint, require_options
+from interp.store.summary import StatisticsByPoint
 
 
 class Activations(plots.Shown):
@@ -285,7 +283,6 @@ class Activations(plots.Shown):
         return Shared(partial(self.batches, size, seed, names, window=window))
 
     @explains_calls
-    @hides_others
     def statistics(
         self,
         names: str | Sequence[str] | None = None,
@@ -295,7 +292,6 @@ class Activations(plots.Shown):
         top: int = 10,
         sample: int = 1024,
         seed: int = 0,
-        **others: Unpack[NoOthers],
     ) -> StatisticsByPoint:
         """Return statistics of each column of points, from one pass over the files.
 
@@ -312,7 +308,6 @@ class Activations(plots.Shown):
             CacheError, UnknownNameError: as in `batches`.
             ValueError: if there is no row.
         """
-        require_options(others)
         options = {"covariance": covariance, "top": top, "sample": sample, "seed": seed}
         wanted = [names] if isinstance(names, str) else [*(names or self.names)]
 

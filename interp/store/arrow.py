@@ -15,7 +15,7 @@ from torch import Tensor
 from hooks.base import at_least_float32, library, storage, unknown_name
 from interp.store.activations import Activations
 from interp.store.imported import TextValues, imported
-from interp.store.rows import Settings
+from interp.store.rows import HarvestConfig
 from interp.transformer_lens import hooks_name
 
 TOKENS = "token_ids"
@@ -34,7 +34,7 @@ def to_arrow(
 
     Args:
         store: a store of full contexts, such as the result of
-            `harvest(..., context=128, pack=True)`.
+            `HarvestConfig(context=128, pack=True)`.
         folder: a directory that is empty or does not exist.
         columns: the names of columns by the names of points, such as
             `{"blocks.1.mlp_out": "blocks.1.hook_mlp_out"}`. SAELens reads the column with the name
@@ -52,12 +52,12 @@ def to_arrow(
         CacheError, UnknownNameError: as in `Activations.batches`.
         ImportError: if `datasets` is not installed.
 
-    >>> from interp.store import harvest
+    >>> from interp.store import HarvestConfig, harvest
     >>> from models import load
     >>> out = tempfile.mkdtemp()
-    >>> settings = {"context": 8, "pack": True}
+    >>> config = HarvestConfig(context=8, pack=True)
     >>> texts = ["part KV8 part KV8", "import os.path"]
-    >>> store = harvest(load("pydoc-4l"), texts, "blocks.1.mlp_out", f"{out}/store", **settings)
+    >>> store = harvest(load("pydoc-4l"), texts, "blocks.1.mlp_out", f"{out}/store", config)
     >>> columns = {"blocks.1.mlp_out": "blocks.1.hook_mlp_out"}
     >>> to_arrow(store, f"{out}/arrow", columns, drop_short=True)
     3
@@ -148,7 +148,7 @@ def from_arrow(
     for column in (TOKENS, *names):
         if column not in table.column_names:
             raise unknown_name(column, table.column_names, f"column of {os.fspath(folder)}")
-    settings = Settings(context=len(table[0][TOKENS]) if len(table) else None, per_file=per_file)
+    config = HarvestConfig(context=len(table[0][TOKENS]) if len(table) else None, per_file=per_file)
 
     def contexts() -> Iterator[TextValues]:
         """Yield the tokens and values of each row of the data set."""
@@ -157,7 +157,7 @@ def from_arrow(
                 values = {point: batch[column][number] for column, point in names.items()}
                 yield TextValues(tokens, values)
 
-    return imported(contexts(), out, dict.fromkeys(names.values(), ("d_in",)), settings)
+    return imported(contexts(), out, dict.fromkeys(names.values(), ("d_in",)), config)
 
 
 def _starts(pos: Tensor) -> Tensor:

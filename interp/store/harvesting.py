@@ -17,11 +17,10 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from hooks import CacheError, Selector
-from hooks.base import Index, progress_bar, shows_progress, without_gradients
+from hooks.base import progress_bar, require_kind, shows_progress, without_gradients
 from interp.store.activations import Activations
 from interp.store.corpora import Corpus, TextPiece, texts_of_files
 from interp.store.corpora import count as count_of
@@ -38,7 +37,7 @@ from interp.store.files import (
     require_same,
     store_of,
 )
-from interp.store.rows import Overflow, RowReader, Settings, require_no_edits
+from interp.store.rows import HarvestConfig, Overflow, RowReader, require_no_edits
 from interp.store.tasks import ModelSource, TaskRun, require_shard, run_tasks, runs_here
 
 
@@ -48,16 +47,8 @@ def harvest(
     texts: "Corpus",
     names: "Selector",
     out: str | os.PathLike[str],
+    config: HarvestConfig = HarvestConfig(),
     *,
-    dtype: torch.dtype | None = None,
-    context: int | None = None,
-    pack: bool = False,
-    pos: "Index | None" = None,
-    without: Sequence[int] = (),
-    pool: str | None = None,
-    column: str | None = None,
-    batch: int = 16,
-    per_file: int = 64,
     shard: tuple[int, int] = (0, 1),
     executor: Any = None,
     progress: bool = True,
@@ -66,8 +57,8 @@ def harvest(
 
     The same call can be repeated at any time, for example after a full disk. A repeated call writes
     only the files that are missing or damaged. With more texts, the store grows; with fewer texts,
-    an error is raised. If a value was not finite in `dtype`, the same call with another dtype
-    removes the old files and begins again.
+    an error is raised. If a value was not finite in the dtype of the store, the same call with
+    another dtype removes the old files and begins again.
 
     The values do not depend on the number of jobs. On processors of one kind with the same number
     of threads, they are equal bit for bit.
@@ -81,21 +72,8 @@ def harvest(
         names: the points: names, globs or a mode. Their first axes must be `batch pos`.
         out: a directory, which is created if it does not exist, or an address of `fsspec`, such as
             `s3://bucket/store`.
-        dtype: the dtype of stored values, a float of 16 bits or more. Default: the dtype of the
-            model.
-        context: the largest number of tokens in a piece. Longer texts are cut. Default: the model's
-            `n_ctx`, which is also the upper limit.
-        pack: whether a piece contains several texts, one after another. Tokens then attend to
-            earlier texts of the piece.
-        pos: the positions of each piece to store, such as `slice(1, None)` to exclude the first
-            position. A piece without these positions has no row. Default: all positions.
-        without: tokens that the model reads, but whose values are not stored, such as the BOS
-            token.
-        pool: store one row for each piece, the `mean` or `max` over its selected tokens. Default: a
-            row for each token.
-        column: the column of a table that contains the texts.
-        batch: the number of pieces in a batch.
-        per_file: the number of texts in a file. The values of a file must fit into memory.
+        config: the settings: for example, `HarvestConfig(context=128)` cuts texts into pieces of at
+            most 128 tokens. See `HarvestConfig` for all settings.
         shard: the number of this job and the number of jobs. `(3, 64)` is the fourth of 64 jobs of
             any scheduler.
         executor: an executor that runs all jobs: `Ray(workers=8)`, or any object with `submit`; see
@@ -110,9 +88,9 @@ def harvest(
 
     Raises:
         ValueError: if the existing store, or a file, has another model, other texts or other
-            settings, even if it began at the same time; if the shard or the dtype is invalid; if
-            the executor forks; or if a value is not finite.
-        TypeError: if the model, the executor or the dtype has a wrong type, or if an executor gets
+            settings, even if it began at the same time; if the shard is invalid; if the executor
+            forks; or if a value is not finite.
+        TypeError: if the model, the config or the executor has a wrong type, or if an executor gets
             texts that can be read only once.
         UnknownNameError: if a name matches nothing.
         ModeError: if the model is in training mode.
@@ -134,11 +112,11 @@ def harvest(
     >>> for (values,) in store.batches(6, seed=0):  # shuffled
     ...     assert values.shape == (6, 128)
     """
-    settings = Settings.of(locals())
+    require_kind("config", config, kind=HarvestConfig, words="a HarvestConfig")
     shard = require_shard(shard, "job, jobs")
     require_executor(executor)
     if executor is None:
-        harvest_shard(loaded(model), texts, names=names, out=out, settings=settings, shard=shard)
+        harvest_shard(loaded(model), texts, names=names, out=out, config=config, shard=shard)
         return Activations(out)
     if shard != (0, 1):
         raise ValueError(f"shard must be (0, 1) with executor=, which runs all jobs; got {shard}")
@@ -150,7 +128,7 @@ def harvest(
     if isinstance(model, nn.Module):
         require_no_edits(model)
     here = loaded(model) if runs_here(executor) else None
-    run = TaskRun(harvest_shard, (texts, names, out, settings), ModelSource(model), model=here)
+    run = TaskRun(harvest_shard, (texts, names, out, config), ModelSource(model), model=here)
     n_jobs = JOBS_OF_WORKER * n_workers(executor)
     shards = [Shard(number, n_jobs) for number in range(n_jobs)]
     with progress_bar("jobs", total=n_jobs, unit="job") as count:
@@ -175,7 +153,7 @@ def harvest_shard(
     texts: Corpus,
     names: Selector,
     out: str | os.PathLike[str],
-    settings: Settings,
+    config: HarvestConfig,
     shard: tuple[int, int],
 ) -> None:
     """Run one job of a harvest.
@@ -183,13 +161,13 @@ def harvest_shard(
     Args:
         model: the model.
         texts, names, out, shard: see `harvest`.
-        settings: the settings for reading and storing.
+        config: the settings for reading and storing.
 
     Raises:
         ValueError, UnknownNameError, ModeError, HookError, OSError: as for `harvest`.
     """
     job, jobs = shard
-    reader = RowReader(model, names, settings)
+    reader = RowReader(model, names, config)
     folder = Folder(out)
     manifest = reader.manifest()
     store = store_of(manifest)
@@ -197,7 +175,7 @@ def harvest_shard(
     n_files, n_texts = 0, 0
     with reader.runs(), progress_bar("harvest", unit="tok") as count:
         require_same(manifest, folder)
-        for number, run in enumerate(texts_of_files(texts, settings.column, settings.per_file)):
+        for number, run in enumerate(texts_of_files(texts, config.column, config.per_file)):
             first = n_texts
             n_files += 1
             n_texts += len(run)
@@ -215,7 +193,7 @@ def harvest_shard(
                     raise
                 size = sum(value.nbytes for value in tensors.values())
                 n_known = None if facts_by_file else count_of(texts)
-                last = number if n_known is None else (n_known - 1) // settings.per_file
+                last = number if n_known is None else (n_known - 1) // config.per_file
                 _require_room(folder, size, len(range(number, last + 1, jobs)))
                 facts_of_file = write_values(
                     manifest, folder, number=number, facts=facts, tensors=tensors

@@ -11,7 +11,7 @@ from torch import Tensor
 from interp.store.activations import Activations
 from interp.store.files import Folder, described, require_same, store_of
 from interp.store.harvesting import finish, known, write_values
-from interp.store.rows import FORMAT, Settings
+from interp.store.rows import FORMAT, HarvestConfig
 
 
 class TextValues(NamedTuple):
@@ -30,7 +30,7 @@ def imported(
     contexts: Iterable[TextValues],
     out: str | os.PathLike[str],
     axes: Mapping[str, Sequence[str]],
-    settings: Settings,
+    config: HarvestConfig,
 ) -> Activations:
     """Write a store, and return it.
 
@@ -40,7 +40,7 @@ def imported(
         contexts: the values of each text.
         out: a directory, or an address of `fsspec`, such as `s3://bucket/store`.
         axes: the axes of each point besides the first, which has one row for each token.
-        settings: the number of texts in a file, and the number of tokens of each text if all are
+        config: the number of texts in a file, and the number of tokens of each text if all are
             equal.
 
     Raises:
@@ -50,14 +50,14 @@ def imported(
         "format": FORMAT,
         "points": {name: [*axes_of_point] for name, axes_of_point in axes.items()},
         **dict.fromkeys(("model", "config", "weights", "parts"), ""),
-        **settings.described(),
+        **config.described(),
     }
     folder = Folder(out)
     store = store_of(manifest)
     require_same(manifest, folder)
     files: dict[str, dict[str, Any]] = {}
     n_texts = 0
-    for number, batch in enumerate(_batches(contexts, settings.per_file)):
+    for number, batch in enumerate(_batches(contexts, config.per_file)):
         tensors = _rows(batch, n_texts)
         facts = {"store": store, "first": n_texts, "texts": len(batch), **described(tensors)}
         facts_of_file = known(manifest, folder, number=number, facts=facts)

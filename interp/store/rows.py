@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 import torch
@@ -16,6 +16,7 @@ from hooks.base import (
     Selection,
     at_least_float32,
     config_hash,
+    names_fields,
     places_inside,
     require_choice,
     require_integer,
@@ -37,9 +38,10 @@ _POOLS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings for reading texts and storing their values.
+@names_fields
+@dataclass(frozen=True, kw_only=True)
+class HarvestConfig:
+    """Settings of a harvest: which values of the texts are stored, and how.
 
     Attributes:
         dtype: the dtype of stored values, a float of 16 bits or more. Default: the dtype of the
@@ -48,44 +50,38 @@ class Settings:
             `n_ctx`, which is also the upper limit.
         pack: whether a piece contains several texts, one after another, so that all pieces of a
             file except the last have the full length. Tokens then attend to earlier texts of the
-            piece.
+            piece. Default: False.
         pos: the positions of each piece to store, such as `slice(1, None)` to exclude the first
             position. A piece without these positions has no row. Default: all positions.
         without: tokens that the model reads, but whose values are not stored, such as the BOS
-            token.
+            token. Default: no token.
         pool: store one row for each piece, the `mean` or `max` over its selected tokens. The row
             contains these facts of the last selected token: the token, the number of its text, its
             index in this text, and its position in the piece. Default: a row for each token.
-        column: the column of a table that contains the texts.
-        batch: the number of pieces in a batch.
-        per_file: the number of texts in a file. The values of a file must fit into memory.
+        column: the column of a table that contains the texts. Default: the first of `text`,
+            `input_ids`, `token_ids` and `tokens` that exists.
+        batch: the number of pieces in a batch. Default: 16.
+        per_file: the number of texts in a file. The values of a file must fit into memory. Default:
+            64.
 
     Raises:
         ValueError: if a number is below 1, or if settings contradict each other.
         TypeError: if `dtype` is not a dtype.
 
-    >>> settings = Settings(context=128, pos=slice(1, None))  # without the first position
-    >>> settings.context, settings.batch
+    >>> config = HarvestConfig(context=128, pos=slice(1, None))  # without the first position
+    >>> config.context, config.batch
     (128, 16)
     """
 
     dtype: torch.dtype | None = None
     context: int | None = None
     pack: bool = False
-    pos: Index | None = None
+    pos: "Index | None" = None
     without: Sequence[int] = ()
     pool: str | None = None
     column: str | None = None
     batch: int = 16
     per_file: int = 64
-
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> "Settings":
-        """Return the settings among the arguments of a call, which `locals()` returns by name.
-
-        `harvest` and `plan` have each setting as a keyword of the same name.
-        """
-        return cls(**{setting.name: arguments[setting.name] for setting in fields(cls)})
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, torch.dtype | None):
@@ -187,13 +183,13 @@ class RowReader:
         HookError: if edits of the values are active.
     """
 
-    def __init__(self, model: nn.Module, names: Selector, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, names: Selector, config: HarvestConfig) -> None:
         self.model = model
         self.runner = runner_of(model)
         require_no_edits(model)
         n_ctx = getattr(getattr(of(model), "config", None), "n_ctx", None)
-        sizes = [size for size in (settings.context, n_ctx) if size is not None]
-        self.settings = dataclasses.replace(settings, context=min(sizes, default=None))
+        sizes = [size for size in (config.context, n_ctx) if size is not None]
+        self.config = dataclasses.replace(config, context=min(sizes, default=None))
         self.points = by_token(self.runner, names)
         self._together = Together(model)
 
@@ -203,7 +199,7 @@ class RowReader:
             "format": FORMAT,
             "points": {name: [*self.runner.points[name].axes[2:]] for name in self.points},
             **identity(self.model),
-            **self.settings.described(),
+            **self.config.described(),
         }
 
     def pieces(self, texts: Sequence[Any], first: int) -> list[TextPiece]:
@@ -214,17 +210,17 @@ class RowReader:
             first: the number of the first text.
         """
         return cut_texts(
-            self.model, texts, first=first, context=self.settings.context, pack=self.settings.pack
+            self.model, texts, first=first, context=self.config.context, pack=self.config.pack
         )
 
     def kept_mask(self, piece: TextPiece) -> Bool[Tensor, " _pos"]:
         """Return a mask of the tokens of a piece whose values are stored."""
         n = piece.shape[1]
-        is_kept = ~torch.isin(piece[0], torch.tensor([*self.settings.without], dtype=torch.long))
-        if self.settings.pos is None:
+        is_kept = ~torch.isin(piece[0], torch.tensor([*self.config.without], dtype=torch.long))
+        if self.config.pos is None:
             return is_kept
         inside = torch.zeros(n, dtype=torch.bool)
-        inside[places_inside(self.settings.pos, n)] = True
+        inside[places_inside(self.config.pos, n)] = True
         return is_kept & inside
 
     def tensors(
@@ -245,15 +241,15 @@ class RowReader:
         parts: dict[str, list[Tensor]] = {name: [] for name in (*self.points, *ROWS)}
         one_token = torch.zeros(3, 1, dtype=torch.long)
         # If there are no pieces, run one token. So the tensors have the right sizes, but no row.
-        for start in range(0, max(1, len(pieces)), self.settings.batch):
-            batch = pieces[start : start + self.settings.batch] or [one_token]
+        for start in range(0, max(1, len(pieces)), self.config.batch):
+            batch = pieces[start : start + self.config.batch] or [one_token]
             masks = [self.kept_mask(piece) & bool(pieces) for piece in batch]
             for name, value in self._values(batch, masks).items():
                 parts[name].append(value)
             for piece, is_kept in zip(batch, masks, strict=True):
                 for name, facts in zip(ROWS, _placed(piece)[:, is_kept], strict=True):
                     # A pooled row has the facts of its last token.
-                    parts[name].append(facts[-1:] if self.settings.pool else facts)
+                    parts[name].append(facts[-1:] if self.config.pool else facts)
             done(sum(piece.shape[1] for piece in batch))
         return {name: torch.cat(parts_of_name) for name, parts_of_name in parts.items()}
 
@@ -276,20 +272,20 @@ class RowReader:
         for name in self.points:
             value = cache[name]
             rows = value[to_device(chosen, value.device)]
-            if self.settings.pool:
-                pool = _POOLS[self.settings.pool]
+            if self.config.pool:
+                pool = _POOLS[self.config.pool]
                 counts = [count for count in chosen.sum(1).tolist() if count]
                 rows_of_pieces = rows.split(counts or [0])
                 pooled = [pool(part) for part in rows_of_pieces if len(part)]
                 rows = torch.stack(pooled) if pooled else rows
-            stored_rows = rows.to(self.settings.dtype or value.dtype).cpu()
+            stored_rows = rows.to(self.config.dtype or value.dtype).cpu()
             if not bool(stored_rows.isfinite().all()):
                 where = f"{stored_rows.dtype} at {name} in the texts from {int(batch[0][1, 0])} on"
                 message = f"values must be finite; got NaN or infinity in {where}"
                 if bool(rows.isfinite().all()):
                     raise Overflow(
-                        f"{message}; set dtype= to a dtype with a larger range (a complete store "
-                        "also needs a new folder)"
+                        f"{message}; set dtype= of the HarvestConfig to a dtype with a larger "
+                        "range (a complete store also needs a new folder)"
                     )
                 raise ValueError(f"{message}, in the values of the model itself")
             values[name] = stored_rows

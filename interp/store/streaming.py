@@ -2,19 +2,15 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
-from typing import Any, NamedTuple, Unpack
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from hooks import ActivationCache, Selector
 from hooks.base import (
-    Index,
-    NoOthers,
     Texts,
-    hides_others,
     require_callable,
     require_kind,
     shows_progress,
@@ -29,15 +25,14 @@ from interp.results.result import Result
 from interp.store.corpora import Corpus, TextPiece, texts_of_files
 from interp.store.engines import Model, loaded
 from interp.store.files import Folder
-from interp.store.rows import RowReader, Settings, by_token
-from interp.store.summary import StatisticsByPoint, require_options
+from interp.store.rows import HarvestConfig, RowReader, by_token
+from interp.store.summary import StatisticsByPoint
 
 _READING = "for example: lambda model, cache: head_scores(model, cache, 'induction')"
 
 
 @shows_progress
 @without_gradients
-@hides_others
 def statistics(
     model: nn.Module,
     texts: "Texts",
@@ -50,7 +45,6 @@ def statistics(
     seed: int = 0,
     batch: int = 16,
     progress: bool = True,
-    **others: Unpack[NoOthers],
 ) -> StatisticsByPoint:
     """Return the mean, variance, density, quantiles and largest values of points over many texts.
 
@@ -91,7 +85,6 @@ def statistics(
     >>> by_point["blocks.1.mlp_out"].top_places[0, 0].tolist()  # of the largest value of column 0
     [0, 4]
     """
-    require_options(others, {field.name for field in fields(Settings)})
     options = {"covariance": covariance, "top": top, "sample": sample, "seed": seed}
     if reading is not None:
         require_callable("reading", reading, parameters=("model", "cache"), example=_READING)
@@ -173,24 +166,14 @@ def plan(
     texts: "Corpus",
     names: "Selector",
     out: str | os.PathLike[str] = ".",
-    *,
-    dtype: torch.dtype | None = None,
-    context: int | None = None,
-    pack: bool = False,
-    pos: "Index | None" = None,
-    without: Sequence[int] = (),
-    pool: str | None = None,
-    column: str | None = None,
-    batch: int = 16,
-    per_file: int = 64,
+    config: HarvestConfig = HarvestConfig(),
 ) -> PlannedHarvest:
     """Return the size of a harvest, and its time, which is measured on the first batch.
 
     All texts are read, so a generator is exhausted.
 
     Args:
-        model, texts, names, out: see `harvest`, which raises the same errors.
-        dtype, context, pack, pos, without, pool, column, batch, per_file: see `harvest`.
+        model, texts, names, out, config: see `harvest`, which raises the same errors.
 
     Returns:
         The numbers of texts, tokens, rows and files, the size in bytes and the time in seconds.
@@ -201,18 +184,18 @@ def plan(
     >>> planned.tokens, planned.bytes, planned.fits
     (800, 422400, True)
     """
-    settings = Settings.of(locals())
-    reader = RowReader(loaded(model), names, settings)
+    require_kind("config", config, kind=HarvestConfig, words="a HarvestConfig")
+    reader = RowReader(loaded(model), names, config)
     first_batch: list[TextPiece] = []
     n_texts, n_tokens, n_rows, n_files = 0, 0, 0, 0
-    for run in texts_of_files(texts, settings.column, settings.per_file):
+    for run in texts_of_files(texts, config.column, config.per_file):
         pieces = reader.pieces(run, n_texts)
-        first_batch += pieces[: settings.batch - len(first_batch)]
+        first_batch += pieces[: config.batch - len(first_batch)]
         counts = [int(reader.kept_mask(piece).sum()) for piece in pieces]
         n_texts += len(run)
         n_files += 1
         n_tokens += sum(piece.shape[1] for piece in pieces)
-        n_rows += sum(map(bool, counts)) if settings.pool else sum(counts)
+        n_rows += sum(map(bool, counts)) if config.pool else sum(counts)
     start = time.perf_counter()
     tensors = reader.tensors(first_batch).values()
     rate = sum(piece.shape[1] for piece in first_batch) / (time.perf_counter() - start)

@@ -11,7 +11,7 @@ The statistics of several parts are added with `+`, in any order.
 """
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
 from typing import Any
@@ -22,7 +22,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from hooks import Point
-from hooks.base import Words, require_integer, storage, unknown_name
+from hooks.base import require_integer, storage, unknown_name
 from interp.edits.draws import keys_of
 from interp.json_form import Table, form
 from interp.numbers.moments import Moments
@@ -241,29 +241,6 @@ class Statistics:
 
     def __repr__(self) -> str:
         return f"Statistics of {self.n:,} rows [{', '.join(map(str, self.mean.shape))}]"
-
-
-def require_options(options: Iterable[str], of_harvests: Collection[str] = ()) -> None:
-    """Check that keywords are options of `Statistics.of`.
-
-    Args:
-        options: the keywords of a call.
-        of_harvests: the settings of `harvest`. For these, the error explains how to use a store.
-
-    Raises:
-        TypeError: if a keyword is unknown. The error contains close matches, or the call that
-            accepts the keyword.
-    """
-    words = Words(Statistics.of)
-    # These three arguments of `Statistics.of` are the rows, and not options.
-    words.known -= {"values", "text", "pos"}
-    for name in options:
-        if name in of_harvests and name not in words.known:
-            raise TypeError(
-                f"statistics takes no argument {name}=: use harvest(model, texts, names, out, "
-                f"{name}=...), and then Activations(out).statistics()"
-            )
-    words.require(options, (), "statistics")
 
 
 def _earliest_first(

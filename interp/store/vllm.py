@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from hooks.base import storage
 from interp.store.activations import Activations
 from interp.store.imported import TextValues, imported
-from interp.store.rows import Settings
+from interp.store.rows import HarvestConfig
 
 
 def from_vllm(
@@ -68,7 +68,7 @@ def from_vllm(
     paths = _paths(files)
     contexts = (_context(path, names) for path in paths)
     axes = dict.fromkeys(names, ("d_model",))
-    return imported(contexts, out, axes, Settings(per_file=per_file))
+    return imported(contexts, out, axes, HarvestConfig(per_file=per_file))
 
 
 def _point_of(layer: int) -> str:

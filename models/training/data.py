@@ -22,6 +22,7 @@ from hooks.base import (
     at_least_float32,
     each_text,
     logits_in,
+    names_fields,
     padding_messages,
     require_integer,
     require_kind,
@@ -32,7 +33,7 @@ from hooks.base import (
     uncompiled,
     without_gradients,
 )
-from models.checks import INTEGERS, check_tokens, check_types, names_fields
+from models.checks import INTEGERS, check_tokens, check_types
 from models.mode import mode
 from models.transformer import Transformer
 

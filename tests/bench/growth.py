@@ -37,7 +37,7 @@ from interp import (
     svd_targets,
 )
 from interp.features import Dictionary, TopK
-from interp.store import harvest
+from interp.store import HarvestConfig, harvest
 from models import Transformer, TransformerConfig
 from tests.bench import timing
 
@@ -76,7 +76,13 @@ def graph(model: Transformer, tokens: torch.Tensor) -> object:
 def harvested(model: Transformer, tokens: torch.Tensor) -> object:
     """Harvest one point of four texts to disk."""
     with tempfile.TemporaryDirectory() as folder:
-        return harvest(model, [*tokens.expand(4, -1).tolist()], "blocks.1.mlp_out", folder, batch=1)
+        return harvest(
+            model,
+            [*tokens.expand(4, -1).tolist()],
+            "blocks.1.mlp_out",
+            folder,
+            config=HarvestConfig(batch=1),
+        )
 
 
 JOBS: dict[str, Job] = {

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(ROOT := Path(__file__).parents[2]))
 
 from hooks import HookedRunner, HookPoint
-from interp.store import Ray, harvest
+from interp.store import HarvestConfig, Ray, harvest
 from models import Transformer, TransformerConfig
 from tests.bench import timing
 
@@ -71,12 +71,18 @@ def speed(budget: float) -> None:
 
     def harvested() -> None:
         with tempfile.TemporaryDirectory() as out:
-            harvest(model, texts, NAME, out, batch=4, per_file=8)
+            harvest(model, texts, NAME, out, config=HarvestConfig(batch=4, per_file=8))
 
     taken_by = timing.ratios({"capture": captured, "harvest": harvested}, "capture", budget)
     print(f"harvest: {taken_by['harvest'][0]:.2f} s, {taken_by['harvest'][1]:.3f} of capture")
     with tempfile.TemporaryDirectory() as out:
-        store = harvest(Table().eval(), torch.randint(0, 1000, (512, 512)), "point", out, batch=64)
+        store = harvest(
+            Table().eval(),
+            torch.randint(0, 1000, (512, 512)),
+            "point",
+            out,
+            config=HarvestConfig(batch=64),
+        )
         size = len(store) * 768 * 4
 
         def read(window: int) -> int:
@@ -104,7 +110,13 @@ def memory(count: int) -> None:
 
     with tempfile.TemporaryDirectory() as out:
         start = time.perf_counter()
-        harvest(Table().eval(), texts(), "point", out, per_file=16, dtype=torch.float16)
+        harvest(
+            Table().eval(),
+            texts(),
+            "point",
+            out,
+            config=HarvestConfig(per_file=16, dtype=torch.float16),
+        )
         taken = time.perf_counter() - start
     print(
         f"{count:,} tokens in {taken:.0f} s: peak of {peaks[0]:.0f} MiB after a tenth, "
@@ -115,7 +127,14 @@ def memory(count: int) -> None:
 def job(out: str, shard: tuple[int, int]) -> None:
     """Run one job of the comparison with Ray."""
     torch.set_num_threads(1)
-    harvest(small(), tokens(RAY_TEXTS), NAME, out, shard=shard, batch=4, per_file=2)
+    harvest(
+        small(),
+        tokens(RAY_TEXTS),
+        NAME,
+        out,
+        shard=shard,
+        config=HarvestConfig(batch=4, per_file=2),
+    )
 
 
 RAY_TEXTS = 240
@@ -136,7 +155,14 @@ def by_ray() -> None:
             assert each.wait() == 0
 
     def workers(out: str) -> None:
-        harvest(small, tokens(RAY_TEXTS), NAME, out, executor=Ray(workers=2), batch=4, per_file=2)
+        harvest(
+            small,
+            tokens(RAY_TEXTS),
+            NAME,
+            out,
+            executor=Ray(workers=2),
+            config=HarvestConfig(batch=4, per_file=2),
+        )
 
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)

@@ -93,7 +93,12 @@ ANALYSES = {
         ).accuracy
     ),
     "harvest": lambda i, m, p: i.store.harvest(
-        m, PROMPTS, "blocks.1.mlp_out", temporary(), per_file=2, progress=p
+        m,
+        PROMPTS,
+        "blocks.1.mlp_out",
+        temporary(),
+        config=i.store.HarvestConfig(per_file=2),
+        progress=p,
     ),
     "load": lambda i, m, p: loaded(p).W_E,
     "over_examples": lambda i, m, p: i.over_examples(

@@ -73,16 +73,16 @@ def read_back(folder, n):
 
 def main():
     from interp.features import load_sae
-    from interp.store import harvest, to_arrow
+    from interp.store import HarvestConfig, harvest, to_arrow
 
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch)
-        options = {"context": CONTEXT, "pack": True}
+        config = HarvestConfig(context=CONTEXT, pack=True)
         several = [*texts()]
         cut = len(several) * 9 // 10
-        store = harvest("pydoc-4l", several[:cut], POINT, out / "store", **options)
-        held = harvest("pydoc-4l", several[cut:], POINT, out / "held", **options)
+        store = harvest("pydoc-4l", several[:cut], POINT, out / "store", config)
+        held = harvest("pydoc-4l", several[cut:], POINT, out / "held", config)
         trained(store, out / "sae")
         dictionary = load_sae(out / "sae")
         x = torch.cat([held.file(n)[POINT] for n in range(len(held.files))])

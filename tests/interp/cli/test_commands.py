@@ -26,7 +26,7 @@ from interp.cli.command import main
 from interp.cli.common import OPTIONS
 from interp.cli.edits import parsed
 from interp.directions import Direction
-from interp.store import Activations, harvest
+from interp.store import Activations, HarvestConfig, harvest
 from models import generate_text, load, load_tokenizer
 from models.checkpoints.loading import locate
 from tests.interp.json_schema import require_schema
@@ -149,7 +149,13 @@ def test_jobs_of_a_harvest_match_python(capsys, tmp_path):
         assert main([*given, "--shard", job]) == 0
     names = ["blocks.1.mlp_out", "blocks.1.attn.z"]
     settings = {"context": 8, "pack": True, "pos": slice(1, None), "dtype": torch.float16}
-    store = harvest(pydoc(), texts, names, tmp_path / "python", batch=3, per_file=7, **settings)
+    store = harvest(
+        pydoc(),
+        texts,
+        names,
+        tmp_path / "python",
+        config=HarvestConfig(batch=3, per_file=7, **settings),
+    )
     assert Activations(tmp_path / "out").checksums == store.checksums
     out = capsys.readouterr().out.splitlines()
     assert out == ["Activations of 2 points, not complete", repr(store)]

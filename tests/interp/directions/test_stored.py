@@ -8,7 +8,7 @@ import torch
 
 from hooks import CacheError, HookedRunner, SelectionError, UnknownNameError
 from interp.directions import difference_of_means, erasure, probe
-from interp.store import harvest
+from interp.store import HarvestConfig, harvest
 from tests.shipped import pydoc
 
 NAMES = ["blocks.1.resid_post", "blocks.3.resid_post", "blocks.2.attn.z"]
@@ -40,7 +40,9 @@ POSITIONS = {
 
 
 def stored(model, texts, folder, **options):
-    return harvest(model, texts, NAMES, folder, batch=3, **{"per_file": 5, **options})
+    return harvest(
+        model, texts, NAMES, folder, HarvestConfig(batch=3, **{"per_file": 5, **options})
+    )
 
 
 def mixed(seed=2):

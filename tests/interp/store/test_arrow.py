@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from hooks import CacheError, HookedRunner, UnknownNameError
 from hooks.base import storage
-from interp.store import Activations, from_arrow, harvest, to_arrow
+from interp.store import Activations, HarvestConfig, from_arrow, harvest, to_arrow
 from tests.count import ROOT
 from tests.reference import variant
 
@@ -45,8 +45,8 @@ def test_saelens_reads_the_files(tmp_path):
     draw = np.random.default_rng(0)
     texts = [draw.integers(0, 23, draw.integers(1, 9)).tolist() for _ in range(23)]
     names = {POINT: HOOK, "blocks.0.attn.z": "blocks.0.attn.hook_z"}
-    options = {"context": 4, "pack": True, "per_file": 10}
-    store = harvest(model, texts, [*names], tmp_path / "store", dtype=torch.float32, **options)
+    config = HarvestConfig(context=4, pack=True, per_file=10, dtype=torch.float32)
+    store = harvest(model, texts, [*names], tmp_path / "store", config=config)
     with pytest.raises(ValueError, match=r"must have 4 tokens; \d of \d+ have fewer"):
         to_arrow(store, tmp_path / "arrow", names)
     n = to_arrow(store, tmp_path / "arrow", names, drop_short=True)
@@ -74,7 +74,11 @@ def model_cache(model, row):
 def test_half_precision_is_written_as_float32(tmp_path):
     model = variant("pre", n_layers=2)
     store = harvest(
-        model, [[1, 2, 3]] * 2, POINT, tmp_path / "store", dtype=torch.bfloat16, context=3
+        model,
+        [[1, 2, 3]] * 2,
+        POINT,
+        tmp_path / "store",
+        config=HarvestConfig(dtype=torch.bfloat16, context=3),
     )
     assert to_arrow(store, tmp_path / "arrow", {POINT: HOOK}) == 2
     written = datasets.load_from_disk(tmp_path / "arrow").with_format("torch")[HOOK][:]
@@ -84,10 +88,10 @@ def test_half_precision_is_written_as_float32(tmp_path):
 def test_arguments_that_do_not_fit_are_errors(tmp_path):
     model = variant("pre", n_layers=2)
     for wrong in ({"pos": -1}, {"without": [3]}, {"pool": "max"}):
-        store = harvest(model, [[1, 2]], POINT, tmp_path / str(wrong), **wrong)
+        store = harvest(model, [[1, 2]], POINT, tmp_path / str(wrong), HarvestConfig(**wrong))
         with pytest.raises(ValueError, match="all tokens of its contexts"):
             to_arrow(store, tmp_path / "arrow", {POINT: HOOK})
-    store = harvest(model, [[1, 2]], POINT, tmp_path / "store", context=2)
+    store = harvest(model, [[1, 2]], POINT, tmp_path / "store", config=HarvestConfig(context=2))
     with pytest.raises(UnknownNameError):
         to_arrow(store, tmp_path / "arrow", {"blocks.1.mlp_out": HOOK})
     with pytest.raises(UnknownNameError, match="column of"):
@@ -104,7 +108,7 @@ def files_of(folder):
 
 def test_no_store_is_replaced(tmp_path):
     model, out = variant("pre", n_layers=2), tmp_path / "out"
-    harvest(model, [[1, 2, 3]] * 2, POINT, out, per_file=5)
+    harvest(model, [[1, 2, 3]] * 2, POINT, out, config=HarvestConfig(per_file=5))
     before = files_of(out)
     with pytest.raises(ValueError, match="a store must continue with the same points; "):
         from_arrow(HERE / "cached", out, {HOOK: POINT}, per_file=5)
@@ -172,7 +176,13 @@ def test_a_data_set_is_read_again_and_no_other(tmp_path, monkeypatch):
 
 
 def test_no_data_set_is_replaced(tmp_path):
-    store = harvest(variant("pre", n_layers=2), [[1, 2]], POINT, tmp_path / "store", context=2)
+    store = harvest(
+        variant("pre", n_layers=2),
+        [[1, 2]],
+        POINT,
+        tmp_path / "store",
+        config=HarvestConfig(context=2),
+    )
     (tmp_path / "empty").mkdir()
     assert to_arrow(store, tmp_path / "empty", {POINT: HOOK}) == 1
     for folder in (tmp_path / "empty", tmp_path / "store"):

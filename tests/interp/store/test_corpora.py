@@ -3,6 +3,7 @@
 Texts are cut, joined or left out as options say. Stores may be in object stores.
 """
 
+import dataclasses
 import gzip
 import json
 
@@ -14,7 +15,7 @@ import torch
 
 from hooks import CacheError, HookedRunner, HookError, UnknownNameError
 from interp import edits, load_sae, splice
-from interp.store import Activations, harvest, plan
+from interp.store import Activations, HarvestConfig, harvest, plan
 from interp.store.corpora import each
 from models import load
 from tests.reference import variant
@@ -53,7 +54,9 @@ def test_every_form_gives_the_same_texts(tmp_path):
 
 def test_texts_without_tokens_have_no_rows(tmp_path):
     model = variant("pre", n_layers=1)
-    store = harvest(model, [[], [3, 1], []], "*.mlp_out", tmp_path, per_file=1)
+    store = harvest(
+        model, [[], [3, 1], []], "*.mlp_out", tmp_path, config=HarvestConfig(per_file=1)
+    )
     assert [file["rows"] for file in store.files] == [0, 2, 0]
     assert [*store.texts()] == [[], [3, 1], []]
     assert store.file(2)["blocks.0.mlp_out"].shape == (0, model.config.d_model)
@@ -112,7 +115,9 @@ def test_arrays_of_tokens(tmp_path):
     forms = {"npy": tmp_path / "tokens.npy", "remote": "memory://tokens.npy", "array": tokens}
     forms["tensor"] = torch.from_numpy(tokens.astype(int))
     for form, corpus in forms.items():
-        store = harvest(model, corpus, "blocks.1.mlp_out", tmp_path / form, batch=4)
+        store = harvest(
+            model, corpus, "blocks.1.mlp_out", tmp_path / form, config=HarvestConfig(batch=4)
+        )
         values = store.file(0)["blocks.1.mlp_out"].view(11, 6, -1)
         torch.testing.assert_close(values, expected["mlp_out", 1], msg=form)
 
@@ -121,7 +126,13 @@ def test_packed_texts_are_read_one_after_another(tmp_path):
     model = variant("pre", n_layers=2).double()
     texts = [[1, 2, 3, 4], [5], [], [6, 7, 8, 9, 10], [11, 12]]
     name = "blocks.1.mlp_out"
-    store = harvest(model, texts, name, tmp_path, context=5, pack=True, per_file=4, batch=2)
+    store = harvest(
+        model,
+        texts,
+        name,
+        tmp_path,
+        config=HarvestConfig(context=5, pack=True, per_file=4, batch=2),
+    )
     # Texts of different files are not joined.
     joined = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12]]
     held = [store.file(n) for n in range(2)]
@@ -144,7 +155,13 @@ def test_a_long_text_is_cut_to_the_models_context(tmp_path):
     n_ctx = model.config.n_ctx
     text = (torch.arange(2 * n_ctx + 3) % 23).tolist()
     for context in (None, 1000):
-        store = harvest(model, [text], "blocks.0.mlp_out", tmp_path / str(context), context=context)
+        store = harvest(
+            model,
+            [text],
+            "blocks.0.mlp_out",
+            tmp_path / str(context),
+            config=HarvestConfig(context=context),
+        )
         assert store.file(0)["pos"].tolist() == [n % n_ctx for n in range(len(text))]
         assert store.manifest["context"] == n_ctx
 
@@ -154,7 +171,7 @@ def test_tokens_and_positions_are_left_out(pack, tmp_path):
     model, name = variant("pre", n_layers=2).double(), "blocks.1.mlp_out"
     texts = [[0, 2, 3, 0], [0], [0, 5, 6, 7, 8, 9, 3]]
     options = {"context": 5, "pack": pack, "batch": 2}
-    whole = harvest(model, texts, name, tmp_path / "whole", **options).file(0)
+    whole = harvest(model, texts, name, tmp_path / "whole", config=HarvestConfig(**options)).file(0)
     cases = {
         "bos": ({"without": [0]}, whole["tokens"] != 0),
         "several": ({"without": [0, 3]}, ~torch.isin(whole["tokens"], torch.tensor([0, 3]))),
@@ -169,9 +186,11 @@ def test_tokens_and_positions_are_left_out(pack, tmp_path):
     after = [*whole["pos"].tolist()[1:], 0]
     cases["last"] = ({"pos": -1}, torch.tensor(after) == 0)
     for case, (more, kept) in cases.items():
-        store = harvest(model, texts, name, tmp_path / case, **options, **more)
+        store = harvest(
+            model, texts, name, tmp_path / case, config=HarvestConfig(**options, **more)
+        )
         assert (
-            plan(model, texts, name, tmp_path, **options, **more).rows
+            plan(model, texts, name, tmp_path, HarvestConfig(**options, **more)).rows
             == len(store)
             == int(kept.sum())
         )
@@ -179,7 +198,7 @@ def test_tokens_and_positions_are_left_out(pack, tmp_path):
             torch.testing.assert_close(value, whole[key][kept], msg=f"{case}, {key}")
     for own in ([[1], [0], [2]], [[1]]):
         with pytest.raises(ValueError, match="pos must be the same in each piece"):
-            harvest(model, texts, name, tmp_path / "own", pos=own, **options)
+            harvest(model, texts, name, tmp_path / "own", config=HarvestConfig(pos=own, **options))
 
 
 @pytest.mark.parametrize("pool", ["mean", "max"])
@@ -187,8 +206,14 @@ def test_pooled_rows_are_of_whole_pieces(pool, tmp_path):
     model, name = variant("pre", n_layers=2, n_heads=3).double(), "blocks.1.attn.z"
     texts = [[0, 2, 3, 0], [0], [4], [0, 5, 6, 7, 8, 9, 3]]
     options = {"context": 5, "batch": 3}
-    whole = harvest(model, texts, name, tmp_path / "whole", **options).file(0)
-    store = harvest(model, texts, name, tmp_path / "pooled", pool=pool, without=[0], **options)
+    whole = harvest(model, texts, name, tmp_path / "whole", config=HarvestConfig(**options)).file(0)
+    store = harvest(
+        model,
+        texts,
+        name,
+        tmp_path / "pooled",
+        config=HarvestConfig(pool=pool, without=[0], **options),
+    )
     held, function = store.file(0), {"mean": torch.mean, "max": torch.amax}[pool]
     # The rows of each context in the whole store. Text 1 contains only BOS, so it has no rows.
     pieces = [[1, 2], [5], [7, 8, 9, 10], [11, 12]]
@@ -197,9 +222,11 @@ def test_pooled_rows_are_of_whole_pieces(pool, tmp_path):
     assert held["text"].tolist() == [0, 2, 3, 3]
     assert held["offset"].tolist() == [2, 0, 4, 6]
     assert held["tokens"].tolist() == [3, 4, 8, 3]
-    assert plan(model, texts, name, pool=pool, without=[0], **options).rows == 4
+    assert (
+        plan(model, texts, name, config=HarvestConfig(pool=pool, without=[0], **options)).rows == 4
+    )
     with pytest.raises(ValueError, match="a single text each"):
-        harvest(model, texts, name, tmp_path / "wrong", pool=pool, pack=True)
+        harvest(model, texts, name, tmp_path / "wrong", config=HarvestConfig(pool=pool, pack=True))
 
 
 def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path):
@@ -207,9 +234,61 @@ def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path):
     with torch.no_grad():
         model.blocks[0].mlp.output.bias += 1e5
     with pytest.raises(ValueError, match=r"torch.float16 at blocks.0.mlp_out"):
-        harvest(model, [[1, 2]], name, tmp_path / "half", dtype=torch.float16)
-    store = harvest(model, [[1, 2]], name, tmp_path / "brain", dtype=torch.bfloat16)
+        harvest(model, [[1, 2]], name, tmp_path / "half", config=HarvestConfig(dtype=torch.float16))
+    store = harvest(
+        model, [[1, 2]], name, tmp_path / "brain", config=HarvestConfig(dtype=torch.bfloat16)
+    )
     assert store.file(0)[name].dtype == torch.bfloat16
+
+
+def test_a_manifest_has_the_settings_in_the_form_of_earlier_stores(tmp_path):
+    """A store that an earlier commit began can be continued only if all entries are the same."""
+    model = variant("pre", n_layers=1)
+    config = HarvestConfig(
+        dtype=torch.float16,
+        context=3,
+        pack=True,
+        pos=slice(1, None),
+        without=[7, 4],
+        column="body",
+        batch=2,
+        per_file=5,
+    )
+    store = harvest(model, [{"body": [1, 2]}], "blocks.0.mlp_out", tmp_path / "packed", config)
+    facts = ("format", "points", "model", "config", "weights", "parts", "texts", "files")
+    assert {name: value for name, value in store.manifest.items() if name not in facts} == {
+        "dtype": "torch.float16",
+        "context": 3,
+        "pack": True,
+        "pos": "slice(1, None, None)",
+        "without": [4, 7],
+        "pool": None,
+        "column": "body",
+        "batch": 2,
+        "per_file": 5,
+    }
+    config = HarvestConfig(pool="mean")
+    store = harvest(model, [[1, 2]], "blocks.0.mlp_out", tmp_path / "pooled", config)
+    assert {name: value for name, value in store.manifest.items() if name not in facts} == {
+        "dtype": None,
+        "context": model.config.n_ctx,
+        "pack": False,
+        "pos": None,
+        "without": [],
+        "pool": "mean",
+        "column": None,
+        "batch": 16,
+        "per_file": 64,
+    }
+
+
+def test_errors_about_keywords_of_earlier_commits_name_the_config(tmp_path):
+    model = variant("pre", n_layers=1)
+    for field in dataclasses.fields(HarvestConfig):
+        for call in (harvest, plan):
+            match = rf"{field.name}=; use config=HarvestConfig\({field.name}=\.\.\.\)$"
+            with pytest.raises(TypeError, match=match):
+                call(model, [[1]], "blocks.0.mlp_out", tmp_path, **{field.name: 1})
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -222,10 +301,13 @@ def test_unknown_settings_are_refused(tmp_path):
         ({"batch": -1}, "batch must be"),
     ):
         with pytest.raises(ValueError, match=message):
-            harvest(model, [[1]], "blocks.0.mlp_out", tmp_path, **wrong)
+            HarvestConfig(**wrong)
+    with pytest.raises(TypeError, match="HarvestConfig .*contxt=.*: context"):
+        HarvestConfig(contxt=3)
     for call in (harvest, plan):
-        with pytest.raises(TypeError, match=f"{call.__name__} .*contxt=.*: context"):
-            call(model, [[1]], "blocks.0.mlp_out", tmp_path, contxt=3)
+        for wrong in (128, {"context": 128}):
+            with pytest.raises(TypeError, match=r"config must .*HarvestConfig; got .*128"):
+                call(model, [[1]], "blocks.0.mlp_out", tmp_path, wrong)
     with pytest.raises(TypeError, match="executor must have submit.* got 'dask'"):
         harvest(model, [[1]], "blocks.0.mlp_out", tmp_path, executor="dask")
     with pytest.raises(TypeError, match="no argument engine=; use executor="):
@@ -237,7 +319,13 @@ def test_unknown_settings_are_refused(tmp_path):
 @pytest.mark.usefixtures("unchecked")
 def test_a_dtype_in_words_is_refused_before_anything_is_made(tmp_path):
     with pytest.raises(TypeError, match="dtype must be .*got 'float16'"):
-        harvest(pydoc(), ["a"], "blocks.0.mlp_out", tmp_path / "new", dtype="float16")
+        harvest(
+            pydoc(),
+            ["a"],
+            "blocks.0.mlp_out",
+            tmp_path / "new",
+            config=HarvestConfig(dtype="float16"),
+        )
     assert not [*tmp_path.iterdir()]
 
 
@@ -247,16 +335,11 @@ DTYPES = sorted(
 FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
-def test_a_dtype_that_would_cut_numbers_off_is_refused_before_anything_runs(tmp_path):
-    def model():
-        raise AssertionError("the model was made")
-
+def test_a_dtype_that_would_cut_numbers_off_is_refused_before_anything_runs():
     assert {torch.int8, torch.bool, torch.complex64, torch.float8_e8m0fnu} <= {*DTYPES} - FLOATS
     for dtype in {*DTYPES} - FLOATS:
-        for call in (harvest, plan):
-            with pytest.raises(ValueError, match=f"a float of 16 bits or more; got {dtype}$"):
-                call(model, [[1]], "*.mlp_out", tmp_path / "new", dtype=dtype)
-    assert not [*tmp_path.iterdir()]
+        with pytest.raises(ValueError, match=f"a float of 16 bits or more; got {dtype}$"):
+            HarvestConfig(dtype=dtype)
 
 
 def test_models_may_come_by_a_function(tmp_path):
@@ -279,16 +362,18 @@ def test_a_listing_that_is_kept_is_not_trusted(monkeypatch):
     monkeypatch.setattr(system, "invalidate_cache", lambda self, path=None: kept.clear())
     model, out = variant("pre", n_layers=1), "memory://listed"
     for job in (1, 0):
-        store = harvest(model, [[1], [2]], "*.mlp_out", out, per_file=1, shard=(job, 2))
+        store = harvest(
+            model, [[1], [2]], "*.mlp_out", out, config=HarvestConfig(per_file=1), shard=(job, 2)
+        )
     assert len(store) == 2
 
 
 def test_stores_stand_in_object_stores(tmp_path):
     model, name, out = variant("pre", n_layers=2), "blocks.1.mlp_out", "memory://corpora/store"
     texts = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
-    local = harvest(model, texts, name, tmp_path, per_file=1)
+    local = harvest(model, texts, name, tmp_path, config=HarvestConfig(per_file=1))
     for job in (1, 0):
-        store = harvest(model, texts, name, out, per_file=1, shard=(job, 2))
+        store = harvest(model, texts, name, out, config=HarvestConfig(per_file=1), shard=(job, 2))
     assert store.checksums == local.checksums
     fs = fsspec.filesystem("memory")
     whole = fs.cat_file("/corpora/store/values-000002.safetensors")
@@ -296,7 +381,7 @@ def test_stores_stand_in_object_stores(tmp_path):
     fs.rm_file("/corpora/store/values-000001.safetensors")
     assert Activations(out).damaged() == [1, 2]
     before = fs.info("/corpora/store/values-000000.safetensors")["created"]
-    store = harvest(model, texts, name, out, per_file=1)
+    store = harvest(model, texts, name, out, config=HarvestConfig(per_file=1))
     assert store.damaged() == []
     assert fs.info("/corpora/store/values-000000.safetensors")["created"] == before
     batches = [

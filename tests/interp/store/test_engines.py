@@ -18,7 +18,7 @@ import torch
 
 from hooks import HookedRunner, HookError
 from interp import edits
-from interp.store import Ray, harvest
+from interp.store import HarvestConfig, Ray, harvest
 from models import load
 from tests.interp.many.analyses import make_pydoc_at_second_call
 from tests.shipped import pydoc
@@ -58,14 +58,19 @@ def test_a_cluster_writes_the_files_of_one_process(tmp_path, monkeypatch):
     ray = pytest.importorskip("ray", reason="needs the extra ray")
     corpus, out, killed = tmp_path / "texts.txt", tmp_path / "ray", []
     corpus.write_text("".join(text + "\n" for text in TEXTS))
-    one = harvest(pydoc(), corpus, NAME, tmp_path / "one", per_file=4)
+    one = harvest(pydoc(), corpus, NAME, tmp_path / "one", config=HarvestConfig(per_file=4))
     killer = threading.Thread(target=kill_one, args=(out, killed))
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         killer.start()
         # There are only two cores. The third worker does not start, and the others do its jobs.
         store = harvest(
-            partial(load, "pydoc-4l"), corpus, NAME, out, per_file=4, executor=Ray(workers=3)
+            partial(load, "pydoc-4l"),
+            corpus,
+            NAME,
+            out,
+            config=HarvestConfig(per_file=4),
+            executor=Ray(workers=3),
         )
         killer.join()
         assert killed
@@ -76,16 +81,22 @@ def test_a_cluster_writes_the_files_of_one_process(tmp_path, monkeypatch):
         )
         # A module is copied to each worker, and its error is the same as here.
         with pytest.raises(ValueError, match="same texts; file 0 has other texts") as told:
-            harvest(pydoc(), TEXTS[1:], NAME, out, per_file=4, executor=Ray())
+            harvest(pydoc(), TEXTS[1:], NAME, out, config=HarvestConfig(per_file=4), executor=Ray())
         assert type(told.value) is ValueError
     finally:
         ray.shutdown()
 
 
 def test_threads_write_the_files_of_one_process(tmp_path):
-    one = harvest(pydoc(), TEXTS[:22], NAME, tmp_path / "one", per_file=3)
+    one = harvest(pydoc(), TEXTS[:22], NAME, tmp_path / "one", config=HarvestConfig(per_file=3))
     with ThreadPoolExecutor(2) as threads:
-        over = partial(harvest, names=NAME, out=tmp_path / "two", per_file=3, executor=threads)
+        over = partial(
+            harvest,
+            names=NAME,
+            out=tmp_path / "two",
+            config=HarvestConfig(per_file=3),
+            executor=threads,
+        )
         store = over(pydoc, TEXTS[:22])
         assert store.checksums == one.checksums
         assert len([*(tmp_path / "two").glob("done-*-of-8.json")]) == 8
@@ -102,10 +113,12 @@ def test_threads_write_the_files_of_one_process(tmp_path):
 @pytest.mark.full  # It starts two processes.
 def test_processes_write_the_files_of_one_process(tmp_path):
     """The process dies while it loads its model. A second call runs all jobs."""
-    one = harvest(pydoc(), TEXTS[:22], NAME, tmp_path / "one", per_file=3)
+    one = harvest(pydoc(), TEXTS[:22], NAME, tmp_path / "one", config=HarvestConfig(per_file=3))
     make_model = partial(make_pydoc_at_second_call, str(tmp_path / "count"))
     context = multiprocessing.get_context("spawn")
-    over = partial(harvest, make_model, TEXTS[:22], NAME, tmp_path / "two", per_file=3)
+    over = partial(
+        harvest, make_model, TEXTS[:22], NAME, tmp_path / "two", config=HarvestConfig(per_file=3)
+    )
     with (
         ProcessPoolExecutor(1, mp_context=context) as executor,
         pytest.raises(HookError, match="a worker died while it ran job 0 of 4; call again"),
@@ -145,7 +158,7 @@ def test_a_client_of_dask_writes_the_files_of_one_process(tmp_path):
     distributed = pytest.importorskip(
         "distributed", reason="needs the package distributed, of Dask"
     )
-    one = harvest(pydoc(), TEXTS[:40], NAME, tmp_path / "one", per_file=4)
+    one = harvest(pydoc(), TEXTS[:40], NAME, tmp_path / "one", config=HarvestConfig(per_file=4))
     cluster = distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None)
     with cluster, distributed.Client(cluster) as client:
         store = harvest(
@@ -153,7 +166,7 @@ def test_a_client_of_dask_writes_the_files_of_one_process(tmp_path):
             TEXTS[:40],
             NAME,
             tmp_path / "dask",
-            per_file=4,
+            config=HarvestConfig(per_file=4),
             executor=client,
         )
     assert store.checksums == one.checksums

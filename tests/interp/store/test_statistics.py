@@ -8,7 +8,7 @@ from hooks import CacheError, HookedRunner
 from interp import edits, head_scores, max_activating, tuned_lens
 from interp.directions import leace
 from interp.numbers.moments import Moments
-from interp.store import Statistics, StatisticsByPoint, harvest, statistics
+from interp.store import HarvestConfig, Statistics, StatisticsByPoint, harvest, statistics
 from tests.reference import variant
 from tests.shipped import pydoc
 
@@ -32,7 +32,9 @@ def rows_of(model, texts, name=NAME):
 def test_statistics_match_numpy(tmp_path):
     model, texts = model_and_texts()
     rows, places = rows_of(model, texts)
-    store = harvest(model, texts, ["*.mlp.post", "*.attn.z"], tmp_path, per_file=4)
+    store = harvest(
+        model, texts, ["*.mlp.post", "*.attn.z"], tmp_path, config=HarvestConfig(per_file=4)
+    )
     streamed = statistics(model, iter(texts), "*.mlp.post", covariance=True, top=3, batch=5)
     stored = store.statistics([NAME], covariance=True, top=3)
     # One point needs no list.
@@ -66,7 +68,7 @@ def test_statistics_match_numpy(tmp_path):
 
 def test_parts_are_put_together_in_any_order(tmp_path):
     model, texts = model_and_texts()
-    store = harvest(model, texts, NAME, tmp_path, per_file=2)
+    store = harvest(model, texts, NAME, tmp_path, config=HarvestConfig(per_file=2))
     for covariance in (False, True):
         options = {"covariance": covariance, "top": 4, "sample": 20, "seed": 3}
         whole = store.statistics(**options)
@@ -115,7 +117,7 @@ def test_arguments_that_do_not_fit_are_errors(tmp_path):
         Statistics.of(torch.zeros(0, 3), torch.zeros(0).int(), torch.zeros(0).int())
     with pytest.raises(ValueError, match=r"must begin with \[batch pos\]"):
         statistics(model, texts, "*.pattern")
-    store = harvest(model, texts, NAME, tmp_path, without=[*range(23)])
+    store = harvest(model, texts, NAME, tmp_path, config=HarvestConfig(without=[*range(23)]))
     for read in (store.statistics, lambda: store.moments(NAME)):
         with pytest.raises(ValueError, match="at least one row"):
             read()
@@ -179,7 +181,7 @@ def test_mean_ablation_accepts_statistics(name):
 
 def test_the_largest_values_match_max_activating(tmp_path):
     model, texts = model_and_texts()
-    store = harvest(model, texts, NAME, tmp_path, per_file=7)
+    store = harvest(model, texts, NAME, tmp_path, config=HarvestConfig(per_file=7))
     found = store.statistics(top=4)
     for neuron in (0, 5):
         expected = max_activating(model, texts, NAME, neuron=neuron, k=4)
@@ -189,7 +191,9 @@ def test_the_largest_values_match_max_activating(tmp_path):
         ]
         np.testing.assert_allclose([p.value for p in places], [p.value for p in expected])
         assert repr(places) == repr(expected)
-    part = harvest(model, texts, NAME, tmp_path / "part", per_file=7, pos=slice(1, None))
+    part = harvest(
+        model, texts, NAME, tmp_path / "part", config=HarvestConfig(per_file=7, pos=slice(1, None))
+    )
     best = part.top(part.statistics(), NAME, 5)[0]
     assert best.tokens == tuple(texts[best.text][1:])
     value = rows_of(model, texts)[0][sum(map(len, texts[: best.text])) + best.pos + 1, 5]
@@ -210,7 +214,7 @@ def test_of_equal_values_the_earliest_are_kept():
 def test_erasers_come_from_a_store(tmp_path):
     model, texts = model_and_texts()
     rows, _ = rows_of(model, texts)
-    store = harvest(model, texts, NAME, tmp_path, per_file=7)
+    store = harvest(model, texts, NAME, tmp_path, config=HarvestConfig(per_file=7))
     labels = np.array([[token % 2, token % 3 == 0] for text in texts for token in text]).astype(
         float
     )
@@ -228,7 +232,7 @@ def test_a_tuned_lens_is_fitted_to_a_store(tmp_path):
     """The fit is that of PyTorch's Adam on the same rows, without a run of the model."""
     model, texts = model_and_texts()
     names = ["blocks.0.resid_pre", "blocks.1.resid_pre", "blocks.1.resid_post"]
-    store = harvest(model, texts, names, tmp_path, per_file=7)
+    store = harvest(model, texts, names, tmp_path, config=HarvestConfig(per_file=7))
     lens = tuned_lens(model, store, steps=5, batch=40, learning_rate=0.01, seed=3)
     linears = [
         torch.nn.Linear(model.config.d_model, model.config.d_model).double() for _ in names[1:]

@@ -3,6 +3,7 @@
 The files of a store do not depend on the number of jobs, or on jobs that were killed.
 """
 
+import dataclasses
 import errno
 import json
 import os
@@ -26,7 +27,7 @@ import torch
 
 from hooks import CacheError, HookedRunner, UnknownNameError
 from hooks.base import storage
-from interp.store import Activations, harvest, plan, rows
+from interp.store import Activations, HarvestConfig, harvest, plan, rows
 from tests.reference import variant
 from tests.shipped import pydoc
 
@@ -39,8 +40,16 @@ def model_and_texts(count=23):
     return variant("pre", n_layers=2, n_heads=3).double(), texts
 
 
-def made(model, texts, out, **options):
-    return harvest(model, texts, NAMES, out, batch=3, per_file=5, **options)
+def made(model, texts, out, shard=(0, 1), **settings):
+    config = HarvestConfig(batch=3, per_file=5, **settings)
+    return harvest(model, texts, NAMES, out, config, shard=shard)
+
+
+def changed_call(call, change):
+    """Return the arguments of a call of `harvest` with some arguments or settings changed."""
+    arguments = {name: value for name, value in change.items() if name in (*call, "out")}
+    settings = {name: value for name, value in change.items() if name not in arguments}
+    return {**call, "config": dataclasses.replace(call["config"], **settings), **arguments}
 
 
 def contents(folder):
@@ -156,7 +165,7 @@ def test_another_model_text_or_setting_is_refused(tmp_path):
     with pytest.raises(ValueError, match="same dtype; .* has None, got 'torch.float16'"):
         made(model, texts, tmp_path, dtype=torch.float16)
     with pytest.raises(ValueError, match="same points"):
-        harvest(model, texts, NAMES[:2], tmp_path, batch=3, per_file=5)
+        harvest(model, texts, NAMES[:2], tmp_path, config=HarvestConfig(batch=3, per_file=5))
     with torch.no_grad():
         model.blocks[1].attn.W_Q[2, 3, 1] += 1e-9
     with pytest.raises(ValueError, match="same weights"):
@@ -175,7 +184,13 @@ def test_another_model_text_or_setting_is_refused(tmp_path):
 def test_texts_are_cut_into_pieces(tmp_path):
     model, _ = model_and_texts()
     texts = [[1, 2, 3, 4, 5, 6, 7], [8, 9]]
-    cut = harvest(model, texts, NAMES[1], tmp_path / "cut", context=3, dtype=torch.bfloat16)
+    cut = harvest(
+        model,
+        texts,
+        NAMES[1],
+        tmp_path / "cut",
+        config=HarvestConfig(context=3, dtype=torch.bfloat16),
+    )
     whole = harvest(model, [[1, 2, 3], [4, 5, 6], [7], [8, 9]], NAMES[1], tmp_path / "whole")
     one, other = cut.file(0), whole.file(0)
     assert one["text"].tolist() == [0] * 7 + [1, 1]
@@ -188,8 +203,8 @@ def test_texts_are_cut_into_pieces(tmp_path):
 def test_a_plan_counts_the_bytes(context, tmp_path, monkeypatch):
     model, texts = model_and_texts()
     options = {"dtype": torch.float16, "context": context}
-    planned = plan(model, iter(texts), NAMES, tmp_path, batch=3, **options)
-    store = harvest(model, texts, NAMES, tmp_path, batch=3, **options)
+    planned = plan(model, iter(texts), NAMES, tmp_path, config=HarvestConfig(batch=3, **options))
+    store = harvest(model, texts, NAMES, tmp_path, config=HarvestConfig(batch=3, **options))
     files = [safetensors.numpy.load_file(path) for path in tmp_path.glob("values-*")]
     assert planned.bytes == sum(array.nbytes for file in files for array in file.values())
     assert planned.tokens == len(store)
@@ -412,7 +427,7 @@ def test_a_harvest_that_would_not_fit_does_not_begin(tmp_path, monkeypatch):
     assert not contents(tmp_path)
     # One text is one file, whether it is a list or a tensor.
     for n, one in enumerate(([1, 2, 3] * 5, torch.tensor([1, 2, 3] * 5))):
-        harvest(model, one, NAMES, tmp_path / f"one {n}", per_file=1)
+        harvest(model, one, NAMES, tmp_path / f"one {n}", config=HarvestConfig(per_file=1))
     # Half of the texts fit. For texts of unknown number, nothing is checked.
     made(model, texts, tmp_path / "half", shard=(1, 2))
     made(model, iter(texts), tmp_path / "stream")
@@ -420,10 +435,11 @@ def test_a_harvest_that_would_not_fit_does_not_begin(tmp_path, monkeypatch):
 
 SCRIPT = """
 import sys
-from interp.store import harvest
+from interp.store import HarvestConfig, harvest
 from models import load
 texts = [f"part {n} of " * (1 + n % 5) for n in range(60)]
-harvest(load("pydoc-4l"), texts, "blocks.1.mlp_out", sys.argv[1], batch=4, per_file=3)
+config = HarvestConfig(batch=4, per_file=3)
+harvest(load("pydoc-4l"), texts, "blocks.1.mlp_out", sys.argv[1], config)
 """
 
 
@@ -432,7 +448,13 @@ def test_a_killed_job_goes_on(tmp_path):
         return subprocess.Popen([sys.executable, "-c", SCRIPT, str(out)])
 
     texts = [f"part {n} of " * (1 + n % 5) for n in range(60)]
-    harvest(pydoc(), texts, "blocks.1.mlp_out", tmp_path / "whole", batch=4, per_file=3)
+    harvest(
+        pydoc(),
+        texts,
+        "blocks.1.mlp_out",
+        tmp_path / "whole",
+        config=HarvestConfig(batch=4, per_file=3),
+    )
     expected = contents(tmp_path / "whole")
     assert len(expected) == 20
     job = started(tmp_path / "killed")
@@ -480,27 +502,29 @@ OTHERS = [
 def test_a_lost_manifest_lets_no_other_adopt_the_files(place, change, tmp_path):
     model, texts = model_and_texts()
     out = str(tmp_path) if place == "disk" else f"{place}/{tmp_path.name}"
-    call = {"model": model, "texts": texts, "names": NAMES, "out": out, "batch": 3, "per_file": 5}
+    config = HarvestConfig(batch=3, per_file=5)
+    call = {"model": model, "texts": texts, "names": NAMES, "out": out, "config": config}
     whole = harvest(**call).checksums
     system, root = fsspec.core.url_to_fs(out)
     system.rm_file(f"{root}/manifest.json")
     # This is the first file that the call would write.
     system.rm_file(f"{root}/values-000000.safetensors")
-    changed = {name: value() if name == "model" else value for name, value in change.items()}
+    change = {name: value() if name == "model" else value for name, value in change.items()}
+    changed = changed_call(call, change)
     before = {name: system.cat_file(name) for name in system.ls(root, detail=False)}
     with pytest.raises(ValueError, match="must contain files of one store; .*values-000001"):
-        harvest(**call | changed)
+        harvest(**changed)
     assert {name: system.cat_file(name) for name in system.ls(root, detail=False)} == before
     assert harvest(**call).checksums == whole
     # Each job writes a file with "done" in its name when it ends. These files of another store must
     # not make this harvest believe that its own jobs have ended.
     for name in [name for name in system.ls(root, detail=False) if "done" not in name]:
         system.rm_file(name)
-    alone = harvest(**call | changed | {"out": str(tmp_path / "alone")})
-    half = harvest(**call | changed, shard=(1, 2))
+    alone = harvest(**changed | {"out": str(tmp_path / "alone")})
+    half = harvest(**changed, shard=(1, 2))
     with pytest.raises(CacheError, match="3 of 5 files .* are missing"):
         len(half)
-    assert harvest(**call | changed, shard=(0, 2)).checksums == alone.checksums
+    assert harvest(**changed, shard=(0, 2)).checksums == alone.checksums
     assert half.damaged() == []
 
 
@@ -534,8 +558,10 @@ def meet(monkeypatch, name):
 @pytest.mark.parametrize("change", OTHERS[:4], ids=lambda change: "-".join(change))
 def test_of_two_that_begin_at_once_one_is_refused(change, tmp_path, monkeypatch):
     model, texts = model_and_texts()
-    one = {"model": model, "texts": texts, "names": NAMES, "batch": 3, "per_file": 5}
-    other = one | {name: value() if name == "model" else value for name, value in change.items()}
+    config = HarvestConfig(batch=3, per_file=5)
+    one = {"model": model, "texts": texts, "names": NAMES, "config": config}
+    change = {name: value() if name == "model" else value for name, value in change.items()}
+    other = changed_call(one, change)
     alone = [harvest(**call, out=tmp_path / str(n)) for n, call in enumerate((one, other))]
     meet(monkeypatch, "manifest.json")
     results = at_once(*(partial(harvest, **call, out=tmp_path / "both") for call in (one, other)))
@@ -789,11 +815,13 @@ def test_after_an_overflow_another_dtype_begins_again(jobs, dtype, place, tmp_pa
     # The overflow is in file 2.
     model, texts = large(model_and_texts()[1], 12)
     out = str(tmp_path / "one") if place == "disk" else f"{place}/{tmp_path.name}"
-    call = {"texts": texts, "names": ["embed", NAMES[1]], "batch": 3, "per_file": 5}
-    alone = harvest(model, **call, out=tmp_path / "alone", dtype=dtype)
+    call = {"texts": texts, "names": ["embed", NAMES[1]]}
+    config = HarvestConfig(batch=3, per_file=5, dtype=dtype)
+    alone = harvest(model, **call, out=tmp_path / "alone", config=config)
 
     def job(n, dtype, model=model):
-        return harvest(model, **call, out=out, dtype=dtype, shard=(n, jobs))
+        config = HarvestConfig(batch=3, per_file=5, dtype=dtype)
+        return harvest(model, **call, out=out, config=config, shard=(n, jobs))
 
     for n in reversed(range(1, jobs)):
         job(n, torch.float16)
@@ -871,4 +899,4 @@ def test_a_damaged_manifest_is_named_to_readers_and_other_stores_do_not_adopt_it
     with pytest.raises(CacheError, match=r"manifest\.json.*harvest again"):
         Activations(tmp_path)
     with pytest.raises(ValueError, match="another store"):
-        harvest(model, texts, NAMES[:1], tmp_path, batch=3, per_file=5)
+        harvest(model, texts, NAMES[:1], tmp_path, config=HarvestConfig(batch=3, per_file=5))

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from hooks import HookError
 from interp import Pairs, attribution_patching, edge_attribution, over_examples
-from interp.store import Activations, harvest
+from interp.store import Activations, HarvestConfig, harvest
 from tests.reference import variant
 
 NAMES = ["blocks.0.mlp_out", "blocks.1.attn.z"]
@@ -51,7 +51,7 @@ def work(folder, rank):
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     for how in ("wrapped", "sharded"):
         model = sharded(how)
-        options = {"shard": (rank, 2), "per_file": 2, "batch": 1}
+        options = {"shard": (rank, 2), "config": HarvestConfig(per_file=2, batch=1)}
         names = [f"*{name}" for name in NAMES]
         harvest(model, TEXTS, names, f"{folder}/{how}", **options)
         torch.distributed.barrier()
@@ -105,7 +105,11 @@ def test_jobs_of_a_sharded_model_may_be_uneven(tmp_path):
         error = "OSError: the disk is gone" if rank == 1 else "HookError: process 1 of this fully"
         assert output.count(error) == 2
     whole = harvest(
-        variant("pre", n_layers=2, n_heads=3), TEXTS, NAMES, tmp_path / "whole", per_file=2
+        variant("pre", n_layers=2, n_heads=3),
+        TEXTS,
+        NAMES,
+        tmp_path / "whole",
+        config=HarvestConfig(per_file=2),
     )
     for how in ("wrapped", "sharded"):
         store = Activations(tmp_path / how)
