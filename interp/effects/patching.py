@@ -68,8 +68,8 @@ def activation_patching(
             Most people need `over=["layer", "head"]`. Positions are columns. The effect of a text
             is 0 where its column is padding, and means over examples leave it out; see `exists` of
             `Result`. For texts of unequal length, `span` compares positions with the same meaning.
-            If the clean and the corrupted text of a pair have unequal lengths, `span` is needed,
-            and replaces `pos` in the default.
+            If the pairs have spans, `span` replaces `pos` in the default, and follows `head`. If
+            the clean and the corrupted text of a pair have unequal lengths, `span` is needed.
         direction: `denoising` edits the corrupted run, `noising` edits the clean run. It is not
             used with `edit`.
         edit: an edit, such as `edits.mean(cache)`, that is made at each place of the clean run

@@ -114,7 +114,9 @@ class Pairs(plots.Shown):
             real token; positions from 0 count columns. For strings, a span is a part of the text,
             or a tuple (clean part, corrupted part), or a list with one of these for each text; the
             positions are all tokens that overlap the part. For chats (`models.chat`), pass the
-            names of their spans, such as `["assistant"]`. Default: no spans.
+            names of their spans, such as `["assistant"]`. Patching and attribution of values then
+            have the axis `span` by default. Analyses without positions, such as scores of edges
+            without `over`, use spans only if you name them: `over="span"`. Default: no spans.
         metric: a function from logits to a number for each example. Default: the logit difference
             of right and wrong answers, or the log-probability of the right answers if there are no
             wrong ones. If an answer is several tokens: the log-probability of the right answer

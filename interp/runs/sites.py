@@ -229,7 +229,8 @@ class Sites:
         choice = self._choice
         is_in_layer = layer_of(name) is not None
         is_aligned = self._source is None or self.runs.text.is_aligned_with(self._source)
-        usual = _usual_axes(sizes, is_in_layer, is_aligned)
+        uses_spans = not is_aligned or bool(self.runs.text.spans)
+        usual = _usual_axes(sizes, is_in_layer, uses_spans)
         over = usual if choice.over is None else choice.over
         require_kind("over", over, (str, tuple, list), "a name of an axis, or several names")
         over = (over,) if isinstance(over, str) else tuple(over)
@@ -327,20 +328,20 @@ class Sites:
         return numbers
 
 
-def _usual_axes(sizes: Mapping[str, int], is_in_layer: bool, is_aligned: bool) -> tuple[str, ...]:
+def _usual_axes(sizes: Mapping[str, int], is_in_layer: bool, uses_spans: bool) -> tuple[str, ...]:
     """Return the usual axes of a result: the layer, and the feature, expert, head or position.
 
-    If positions of the two texts do not correspond, `span` replaces `pos`, or is the last axis.
+    If spans are used, `span` replaces `pos`, or is the last axis.
 
     Args:
         sizes: the axes of the points, with their sizes.
         is_in_layer: whether the points are in layers.
-        is_aligned: whether positions of the two texts correspond.
+        uses_spans: whether the texts have spans, or positions of the two texts do not correspond.
     """
     axes = ("feature", "expert", "head", "pos")
     existing = [axis for axis in axes if not sizes.keys().isdisjoint(SELECTS[axis])]
     inner_axis = existing[:1]
-    if not is_aligned and "pos" in sizes:
+    if uses_spans and "pos" in sizes:
         inner_axis = [*(axis for axis in inner_axis if axis != "pos"), "span"]
     return ("layer", *inner_axis) if is_in_layer else tuple(inner_axis)
 

@@ -377,9 +377,25 @@ def test_texts_of_different_lengths_are_compared_at_spans(site, axes):
         activation_patching(model, pairs, site, over=[axes[0].replace("span", "pos")])
     with pytest.raises(ValueError, match="'pattern', with the axes batch, head, query, key"):
         activation_patching(model, pairs, "pattern")
-    # Texts of one length are still compared at each position.
-    same_length = Pairs(clean, some_tokens(2), spans=spans, metric=METRIC)
-    assert "span" not in activation_patching(model, same_length, site).axes
+    # Texts of one length are compared at spans too, unless `over` says otherwise.
+    other = some_tokens(2)
+    same_length = Pairs(clean, other, spans=spans, metric=METRIC)
+    effects = activation_patching(model, same_length, site)
+    assert effects.axes == (*axes, "example")
+    _, cache = HookedRunner(model).run_with_cache(clean)
+    name = {"resid_pre": "blocks.1.resid_pre", "z": "blocks.1.attn.z", "embed": "embed"}[site]
+
+    def put(value, point):
+        for row, columns in enumerate(spans["name"]):
+            selected = (row, columns, 2) if site == "z" else (row, columns)
+            value[selected] = cache[name][selected]
+
+    at = {"layer": 1, "head": 2} if site == "z" else {"layer": 1} if site != "embed" else {}
+    found = effects.select(span="name", **at)
+    edited = HookedRunner(model).run_with_hooks(other, hooks={name: put})
+    close(found.values, METRIC(edited) - METRIC(model(other)))
+    by_position = [axis.replace("span", "pos") for axis in axes]
+    assert "pos" in activation_patching(model, same_length, site, over=by_position).axes
 
 
 def same(model, tokens, entries, metric=METRIC, **options):
