@@ -18,6 +18,17 @@ def _stacked(name: str, meaning: str) -> Any:
     return property(lambda model: stacked(map(attrgetter(name), model.blocks)), doc=meaning)
 
 
+def _part(joined: str, place: int, meaning: str) -> Any:
+    """Return a property: the part for queries (0), keys (1) or values (2) of a joined map.
+
+    Args:
+        joined: the name of the method that returns the three parts.
+        place: the number of the part.
+        meaning: the docstring of the property.
+    """
+    return property(lambda attention: getattr(attention, joined)()[place], doc=meaning)
+
+
 class NamedWeights:
     """The base of modules whose weights have names of the literature: `W_Q`, `b_in` and so on."""
 
@@ -57,35 +68,12 @@ class AttentionWeights(NamedWeights):
     heads: Sequence[int]
     d_head: int
 
-    @property
-    def W_Q(self) -> Float[Tensor, "head d_model d_head"]:
-        """The query projections."""
-        return self._weights()[0]
-
-    @property
-    def W_K(self) -> Float[Tensor, "kv_head d_model d_head"]:
-        """The key projections."""
-        return self._weights()[1]
-
-    @property
-    def W_V(self) -> Float[Tensor, "kv_head d_model d_head"]:
-        """The value projections."""
-        return self._weights()[2]
-
-    @property
-    def b_Q(self) -> Float[Tensor, "head d_head"]:
-        """The query biases."""
-        return self._biases()[0]
-
-    @property
-    def b_K(self) -> Float[Tensor, "kv_head d_head"]:
-        """The key biases."""
-        return self._biases()[1]
-
-    @property
-    def b_V(self) -> Float[Tensor, "kv_head d_head"]:
-        """The value biases."""
-        return self._biases()[2]
+    W_Q: Float[Tensor, "head d_model d_head"] = _part("_weights", 0, "The query projections.")
+    W_K: Float[Tensor, "kv_head d_model d_head"] = _part("_weights", 1, "The key projections.")
+    W_V: Float[Tensor, "kv_head d_model d_head"] = _part("_weights", 2, "The value projections.")
+    b_Q: Float[Tensor, "head d_head"] = _part("_biases", 0, "The query biases.")
+    b_K: Float[Tensor, "kv_head d_head"] = _part("_biases", 1, "The key biases.")
+    b_V: Float[Tensor, "kv_head d_head"] = _part("_biases", 2, "The value biases.")
 
     @property
     def W_O(self) -> Float[Tensor, "head d_head d_model"]:

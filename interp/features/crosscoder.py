@@ -22,7 +22,7 @@ from hooks import ActivationCache
 from hooks.base import require_kind, shown, to_device, unknown_name
 from interp import plots
 from interp.features.activations import FeatureValues
-from interp.features.dictionary import Dictionary
+from interp.features.dictionary import Dictionary, require_sizes
 from interp.json_form import Table, form
 from interp.plots import objects
 
@@ -96,27 +96,31 @@ class Crosscoder(plots.Shown, nn.Module):
     ) -> None:
         super().__init__()
         n_members, n_features, d_model = _sizes(W_enc, W_dec)
-        axes_of: dict[str, tuple[Tensor | None, list[int]]] = {
-            "b_enc": (b_enc, [n_features]),
-            "b_dec": (b_dec, [n_members, d_model]),
-            "center": (center, [n_members, d_model]),
-            "scale": (scale, [n_members]),
+        weights = {
+            "W_enc": (W_enc, "member d_model read"),
+            "W_dec": (W_dec, "member feature d_model"),
+            "b_enc": (b_enc, "feature"),
+            "b_dec": (b_dec, "member d_model"),
+            "center": (center, "member d_model"),
+            "scale": (scale, "member"),
         }
-        for name, threshold in activation.named_buffers():
-            axes_of[name] = (threshold if threshold.ndim else None, [n_features])
-        for name, (tensor, size) in axes_of.items():
-            if tensor is not None and [*tensor.shape] != size:
-                raise ValueError(f"{name} must have the size {size}; got {[*tensor.shape]}")
+        thresholds = {
+            name: (threshold if threshold.ndim else None, "feature")
+            for name, threshold in activation.named_buffers()
+        }
+        sizes = {
+            "member": n_members,
+            "feature": n_features,
+            "d_model": d_model,
+            "read": W_enc.shape[2],
+        }
+        require_sizes(sizes, {**weights, **thresholds})
         self.names = _names(names, n_members)
         self.points = tuple(points) if points is not None else (None,) * n_members
         if len(self.points) != n_members:
             raise ValueError(f"points must have {n_members} names; got {len(self.points)}")
-        self.register_buffer("W_enc", W_enc)
-        self.register_buffer("W_dec", W_dec)
-        self.register_buffer("b_enc", b_enc)
-        self.register_buffer("b_dec", b_dec)
-        self.register_buffer("center", center)
-        self.register_buffer("scale", scale)
+        for name, (weight, _) in weights.items():
+            self.register_buffer(name, weight)
         self.activation = activation
         self.config = dict(config or {})
         self.eval()

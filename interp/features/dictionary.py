@@ -115,7 +115,8 @@ class Dictionary(plots.Shown, nn.Module):
         )
         _require_matrix("W_enc", W_enc, "d_in feature")
         _require_matrix("W_dec", W_dec, "feature d_out")
-        axes_of = {
+        weights = {
+            "W_enc": (W_enc, "d_in feature"),
             "W_dec": (W_dec, "feature d_out"),
             "b_enc": (b_enc, "feature"),
             "b_dec": (b_dec, "d_in" if subtracts_b_dec else "d_out"),
@@ -124,14 +125,11 @@ class Dictionary(plots.Shown, nn.Module):
         thresholds = {name: (tensor, "feature") for name, tensor in activation.named_buffers()}
         d_in, n_features = W_enc.shape
         sizes = {"d_in": d_in, "feature": n_features, "d_out": W_dec.shape[1]}
-        _require_sizes(sizes, {**axes_of, **thresholds})
+        require_sizes(sizes, {**weights, **thresholds})
         if isinstance(activation, TopK):
             require_integer("k", activation.k, most=n_features)
-        self.register_buffer("W_enc", W_enc)
-        self.register_buffer("W_dec", W_dec)
-        self.register_buffer("b_enc", b_enc)
-        self.register_buffer("b_dec", b_dec)
-        self.register_buffer("W_skip", W_skip)
+        for name, (weight, _) in weights.items():
+            self.register_buffer(name, weight)
         self.activation = activation
         self.norm = norm
         self.subtracts_b_dec = subtracts_b_dec
@@ -404,7 +402,7 @@ def _require_matrix(name: str, weight: object, axes: str) -> None:
         raise ValueError(f"{name} must be [{axes}]; got {[*weight.shape]}")
 
 
-def _require_sizes(
+def require_sizes(
     sizes: Mapping[str, int], weights: Mapping[str, tuple[Tensor | None, str]]
 ) -> None:
     """Check that each weight has the sizes of its axes. PyTorch would broadcast an axis of size 1.

@@ -97,48 +97,29 @@ def evaluate_sae(
 
 @shows_progress
 @without_gradients
-def first_pass(
+def sums_of_pass(
     model: nn.Module,
     texts: "Texts",
     dictionaries: "Dictionaries",
+    means: Mapping[str, Float[Tensor, " d_out"]] | None = None,
     *,
     reads: str | Mapping[str, str] | None = None,
     pos: "Index | None" = None,
     batch: int = 16,
     progress: bool = True,
 ) -> "ScoreSums":
-    """Return everything that `evaluate_sae` measures before the means over all texts are known.
-
-    Args:
-        model, texts, dictionaries, reads, pos, batch, progress: see `evaluate_sae`.
-    """
-    read = [text for _, text in batches(texts, model, batch)]
-    return _Passes(model, dictionaries, reads, pos).first(read)
-
-
-@shows_progress
-@without_gradients
-def second_pass(
-    model: nn.Module,
-    texts: "Texts",
-    dictionaries: "Dictionaries",
-    means: Mapping[str, Float[Tensor, " d_out"]],
-    *,
-    reads: str | Mapping[str, str] | None = None,
-    pos: "Index | None" = None,
-    batch: int = 16,
-    progress: bool = True,
-) -> "ScoreSums":
-    """Return the losses of the model with means in place of the values.
+    """Return the sums of one pass of `evaluate_sae` over texts.
 
     The keywords are the keywords of `evaluate_sae`, because `over_examples` passes them on.
 
     Args:
         model, texts, dictionaries, reads, pos, batch, progress: see `evaluate_sae`.
-        means: the mean over all texts for each dictionary, by the point that it writes.
+        means: for the second pass, the mean over all texts for each dictionary, by the point that
+            it writes. Default: None, for the first pass.
     """
     read = [text for _, text in batches(texts, model, batch)]
-    return _Passes(model, dictionaries, reads, pos).second(read, means)
+    passes = _Passes(model, dictionaries, reads, pos)
+    return passes.first(read) if means is None else passes.second(read, means)
 
 
 class _Passes:

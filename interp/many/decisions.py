@@ -12,7 +12,7 @@ from typing import Any
 
 from interp.effects.edges import edge_attribution
 from interp.effects.integrated_gradients import integrated_gradients
-from interp.features.evaluation import evaluate_sae, first_pass, second_pass
+from interp.features.evaluation import evaluate_sae, sums_of_pass
 from interp.features.scores import DictionaryScores
 from interp.inputs.parts import UNFINISHED
 from interp.many.passes import Passes
@@ -47,9 +47,9 @@ def _scores(passes: Passes, args: tuple[Any, ...], options: Mapping[str, Any]) -
         passes: runs a pass.
         args, options: the arguments of `evaluate_sae` after the texts.
     """
-    first = passes.run(first_pass, args, options, needs_all=True)
+    first = passes.run(sums_of_pass, args, options, needs_all=True)
     with_means = {**options, "means": first.unfinished().means()}
-    second = passes.run(second_pass, args, with_means)
+    second = passes.run(sums_of_pass, args, with_means)
     scores: DictionaryScores = first.result().scores(second.result())
     return scores
 

@@ -12,13 +12,8 @@ from torch import Tensor
 from hooks import position_offset, start_of_piece
 from hooks.base import all_to_device, mapped, real_positions, require_integer, to_device
 from models.positions import Rotation
-from models.running.kvcache import KVCache, oldest_reached
+from models.running.kvcache import KeysAndValues, KVCache, oldest_reached
 from models.running.masks import Rule, Visible, as_real, as_seen, has_gaps, rule_of, shared
-
-KeysAndValues = tuple[
-    Float[Tensor, "_rows kv_head key d_head"], Float[Tensor, "_rows kv_head key d_head"]
-]
-"""The keys and values of one layer, after norm and rotation."""
 
 
 class Context(NamedTuple):
@@ -91,9 +86,7 @@ class Context(NamedTuple):
         layer: int,
         k: Float[Tensor, "batch kv_head pos d_head"],
         v: Float[Tensor, "batch kv_head pos d_head"],
-    ) -> tuple[
-        Float[Tensor, "batch kv_head key d_head"], Float[Tensor, "batch kv_head key d_head"]
-    ]:
+    ) -> KeysAndValues:
         """Return the earlier and new keys and values of a layer.
 
         Args:

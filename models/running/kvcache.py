@@ -18,6 +18,11 @@ DECISIVE = (
     "window_rotary",
 )
 
+KeysAndValues = tuple[
+    Float[Tensor, "batch kv_head key d_head"], Float[Tensor, "batch kv_head key d_head"]
+]
+"""The keys and values of one layer, after norm and rotation."""
+
 
 class KVCache:
     """A cache of keys and values, with which a model continues a text.
@@ -220,9 +225,7 @@ class LayerCache:
         start: int,
         k: Float[Tensor, "batch kv_head pos d_head"],
         v: Float[Tensor, "batch kv_head pos d_head"],
-    ) -> tuple[
-        Float[Tensor, "batch kv_head key d_head"], Float[Tensor, "batch kv_head key d_head"]
-    ]:
+    ) -> KeysAndValues:
         """Store new keys and values, and return all keys and values that the new positions may see.
 
         Args:

@@ -16,7 +16,7 @@ from torch import Tensor
 from hooks.base import to_device
 from models.config import TransformerConfig
 from models.running.context import Context, ContextNeeds
-from models.running.kvcache import KVCache, LayerCache
+from models.running.kvcache import KeysAndValues, KVCache, LayerCache
 from models.running.masks import Visible
 
 
@@ -121,9 +121,7 @@ class StaticLayer(LayerCache):
         start: int,
         k: Float[Tensor, "batch kv_head 1 d_head"],
         v: Float[Tensor, "batch kv_head 1 d_head"],
-    ) -> tuple[
-        Float[Tensor, "batch kv_head key d_head"], Float[Tensor, "batch kv_head key d_head"]
-    ]:
+    ) -> KeysAndValues:
         """Write a key and a value at the position of the new token, and return whole buffers.
 
         Args:
