@@ -5,11 +5,11 @@ Lazy caches (`hooks.lazy`) compute their values this way.
 1. Before the run, the state of the weights of each block with requested points is recorded
    (`BlockCall.listen`).
 2. During the run, copies of each block's arguments are stored, and samples of the outputs of the
-   block and of the parts after which a second run may end (`early_ends`), such as attention.
+   block and of the modules after which a second run may end (`early_ends`), such as attention.
 3. When a value is read, its block runs again on these arguments, under the edits of the first run,
    and records this value, or all values that are requested together (`BlockCall.run_again`). If
-   parts of the block compute all these values, the run ends after the last of these parts. So
-   reading attention patterns runs no MLP.
+   the samples of some of these modules confirm all these values, the run ends after the last of
+   these modules. So reading attention patterns runs no output projection and no MLP.
 4. If the weights or a sample differ, the block has changed, and the read raises an error
    (`require_reproduced`). Samples of several blocks are compared together.
 5. A value that was read alone stays in memory until `LazyValues.drop`. Values that are read
@@ -37,7 +37,7 @@ from hooks.base.transfer import Copies
 from hooks.capture import Complete, Recorder, memory_in
 from hooks.edit import unwatched
 from hooks.modes import Options
-from hooks.point import Point, inside
+from hooks.point import HookPoint, Point, inside
 from hooks.session import Edits, Session, hooks_disabled, is_of_package
 
 
@@ -82,26 +82,73 @@ def replay(
     return hooks_disabled(run)
 
 
-def early_ends(block: nn.Module) -> list[nn.Module]:
-    """Return the parts of a block after which a second run may end.
+@dataclasses.dataclass(frozen=True, eq=False)
+class EarlyEnd:
+    """A module inside a block after which a second run of the block may end.
+
+    Attributes:
+        module: a part of the block, or a point inside the part. A sample of its output is compared.
+        points: the points inside the part that change the output of the part only through `module`.
+            None if the module is the part. Then they are the points that fire while the part runs.
+    """
+
+    module: nn.Module
+    points: Collection[nn.Module] | None = None
+
+
+def early_ends(block: nn.Module, points: Mapping[str, Point]) -> list[EarlyEnd]:
+    """Return the modules inside a block after which a second run may end.
 
     They are the children that contain modules with weights, such as attention and the MLP, but not
-    norms. The last of them is left out, because only an addition follows it in most blocks.
+    norms. The last of these parts is left out, because only an addition follows it in most blocks.
+    If the class of a part, or of its points, names a point as `acts_through`, all other points of
+    this class change the output of the part only through the named point. Then this point takes the
+    place of the part if no other points of the part are requested.
 
     The list is empty if something may act at the end of the block: a shard, a compiler, a hook of
     the user, or an object that has replaced `block.forward`, for example to move weights back after
     each run.
+
+    Args:
+        block: the block.
+        points: the requested points of the block.
     """
-    has_other_ends = (
-        "forward" in vars(block)
-        or _torch.is_compiled(block)
-        or any(not is_of_package(hook) for hook in _torch.hooks_of(block))
-        or _torch.has_shards(block)
-    )
-    if has_other_ends:
+    if _acts_at_end(block):
         return []
-    parts = dict.fromkeys(_torch.children(block))
-    return [part for part in parts if _torch.contains_weights(part)][:-1]
+    parts = [
+        part for part in dict.fromkeys(_torch.children(block)) if _torch.contains_weights(part)
+    ]
+    requested = {point.module for point in points.values()}
+    ends = []
+    for part in parts[:-1]:
+        end = None if _acts_at_end(part) else _last_point(part)
+        others = requested
+        if end is not None and end.points is not None:
+            ends.append(end)
+            others = requested.difference(end.points)
+        if others and not others.isdisjoint(inside(part)):
+            ends.append(EarlyEnd(part))
+    return ends
+
+
+def _acts_at_end(module: nn.Module) -> bool:
+    """Return whether something may act when a module ends, so that it must not end early."""
+    return (
+        "forward" in vars(module)
+        or _torch.is_compiled(module)
+        or any(not is_of_package(hook) for hook in _torch.hooks_of(module))
+        or _torch.has_shards(module)
+    )
+
+
+def _last_point(part: nn.Module) -> EarlyEnd | None:
+    """Return the point through which all other points of a part act; None if none is declared."""
+    for module in (part, carried(part, "hook_points")):
+        name = getattr(type(module), "acts_through", None)
+        if name is not None:
+            points = [child for child in _torch.children(module) if isinstance(child, HookPoint)]
+            return EarlyEnd(getattr(module, name), points)
+    return None
 
 
 Samples = dict[nn.Module, list[Tensor]]
@@ -171,11 +218,11 @@ class BlockCall:
         # as long. So a block that writes into its own buffers counts as changed, and reading its
         # values raises an error.
         self._state = _torch.marks(self.block)
-        parts = early_ends(self.block)
+        ends = early_ends(self.block, self.points)
         session.before(self.block, self._store)
         session.after(self.block, self._sample)
-        for part in parts:
-            session.after(part, partial(self._sample_part, part))
+        for end in ends:
+            session.after(end.module, partial(self._sample_end, end.module))
 
     def _store(self, args: Any, kwargs: Any) -> None:
         """Store the arguments of the first call, with the settings that its numbers depend on."""
@@ -208,12 +255,13 @@ class BlockCall:
         self.writes = _versions(self._given) != self._before or -1 in self._before
         self._given = []
 
-    def _sample_part(self, part: nn.Module, output: Any) -> None:
-        """Store a sample of the output of a part of the block.
+    def _sample_end(self, module: nn.Module, output: Any) -> None:
+        """Store a sample of the output of a module after which a second run may end.
 
-        A part that runs twice, or whose output has no tensor, gets an empty sample.
+        A module that runs twice, or whose output has no tensor, gets an empty sample.
         """
-        self._samples[part] = [] if part in self._samples else _first_sampled(unwatched(output))
+        is_second = module in self._samples
+        self._samples[module] = [] if is_second else _first_sampled(unwatched(output))
 
     def report(self, recorder: Recorder) -> None:
         """Tell the recorder which points the block reached.
@@ -307,13 +355,13 @@ class BlockCall:
     def _replayed(self, edits: Edits, recorder: Recorder | None = None) -> Samples:
         """Run the block again, and return samples of the outputs that show whether it has changed.
 
-        They are the output of the block or, if the run ended early, the outputs of all parts that
-        ran.
+        They are the output of the block or, if the run ended early, the outputs of the modules of
+        all early ends that ran.
 
         Args:
             edits: the edits of the first run.
-            recorder: records values of the run. If it has all its values, and parts of the block
-                computed all of them, the run ends early.
+            recorder: records values of the run. If it has all its values, and the samples confirm
+                all of them, the run ends early.
 
         Raises:
             CacheError: if the block wrote into its stored arguments, and did not in the first run.
@@ -325,67 +373,67 @@ class BlockCall:
 
         # A block may write into the containers of its arguments too, so they are always copied.
         args, kwargs = mapped(self._arguments, reused)
-        end = _EarlyEnd(recorder, [part for part in self._samples if self._may_end_after(part)])
+        watch = None if recorder is None else _EndOfRun(recorder, self._ends(recorder.points))
+        listen = None if watch is None else watch.listen
         with self._autocast(), reading(self._piece):
             try:
                 output = replay(
-                    self.block, args, kwargs, edits=edits, recorder=recorder, listen=end.listen
+                    self.block, args, kwargs, edits=edits, recorder=recorder, listen=listen
                 )
             except Complete as stopped:
-                if stopped.args[0] is not end:
+                if watch is None or stopped.args[0] is not watch:
                     raise
-                samples = end.samples
+                samples = watch.samples
             else:
                 samples = {self.block: sampled(output)}
         if _versions(self._inputs) != self._unwritten:
             raise _changed(self.name)
         return samples
 
-    def _may_end_after(self, part: nn.Module) -> bool:
-        """Return whether a run of the block may end as soon as a part of it has run.
-
-        The part must be smaller than the block, and the first run must have stored a sample of the
-        output of the part, because the new output is compared with this sample.
-        """
-        return part is not self.block and bool(self._samples[part])
+    def _ends(self, points: Mapping[str, Point]) -> list[EarlyEnd]:
+        """Return the early ends for some points whose samples the first run has stored."""
+        return [end for end in early_ends(self.block, points) if self._samples.get(end.module)]
 
 
-class _EarlyEnd:
-    """Ends a run of a block when its recorder has all values, and parts computed all of them.
+class _EndOfRun:
+    """Ends a run of a block when its recorder has all values, and samples confirm all of them.
 
     Args:
-        recorder: records the values; None for a run to the end.
-        parts: the parts of the block after which the run may end.
+        recorder: records the values.
+        ends: the modules after which the run may end.
 
     Attributes:
-        samples: samples of the outputs of the parts that ran.
+        samples: samples of the outputs of these modules, as far as they ran.
     """
 
-    def __init__(self, recorder: Recorder | None, parts: Sequence[nn.Module]) -> None:
+    def __init__(self, recorder: Recorder, ends: Sequence[EarlyEnd]) -> None:
         self._recorder = recorder
-        self._parts = parts
-        self._n_before = 0
-        self._n_inside = 0
+        self._ends = ends
+        self._before: set[str] = set()
+        self._confirmed: set[str] = set()
         self.samples: Samples = {}
 
     def listen(self, session: Session) -> None:
         """Register the hooks."""
-        recorder = self._recorder
-        if recorder is None:
-            return
-        for part in self._parts:
-            session.before(part, partial(self._begin, recorder))
-            session.after(part, partial(self._end, recorder, part))
+        for end in self._ends:
+            if end.points is None:
+                session.before(end.module, self._begin)
+            session.after(end.module, partial(self._end, end))
 
-    def _begin(self, recorder: Recorder, args: Any, kwargs: Any) -> None:
-        """Note how many values the recorder has before a part runs."""
-        self._n_before = len(recorder.fired)
+    def _begin(self, args: Any, kwargs: Any) -> None:
+        """Note the values that the recorder has before a part runs."""
+        self._before = set(self._recorder.fired)
 
-    def _end(self, recorder: Recorder, part: nn.Module, output: Any) -> None:
-        """Take a sample of a part, and end the run if all values were computed inside parts."""
-        self.samples[part] = _first_sampled(output)
-        self._n_inside += len(recorder.fired) - self._n_before
-        if self._n_inside == len(recorder.points):
+    def _end(self, end: EarlyEnd, output: Any) -> None:
+        """Take a sample of a module's output, and end the run if it confirms the last values."""
+        self.samples[end.module] = _first_sampled(output)
+        fired = self._recorder.fired
+        if end.points is None:
+            self._confirmed |= fired - self._before
+        else:
+            points = self._recorder.points
+            self._confirmed |= {name for name in fired if points[name].module in end.points}
+        if len(self._confirmed) == len(self._recorder.points):
             raise Complete(self)
 
 

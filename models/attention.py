@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import torch
 from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from models.linear import Linear, dropout
 from models.norm import QKNorm
 from models.positions import rotary
 from models.running.context import Context, ContextNeeds, ContextOrMask, make_context
-from models.running.masks import Visible, dense
+from models.running.masks import Visible, masked
 from models.weights import AttentionWeights
 
 
@@ -42,6 +41,9 @@ class Attention(AttentionWeights, Component):
     >>> torch.allclose(attention(x), attention(x, causal_mask(3)), atol=1e-6)
     True
     """
+
+    acts_through = "z"
+    """The point through which all other points change the output; see `hooks.replay.early_ends`."""
 
     def __init__(self, config: TransformerConfig, layer: int = 0) -> None:
         super().__init__()
@@ -157,10 +159,10 @@ class Attention(AttentionWeights, Component):
         q = rearrange(self.scale * q, "b (g n) i d -> b g n i d", g=k.shape[1])
         scores = einsum(q, k, "b g n i d, b g j d -> b g n i j")
         scores = self.cap(self.scores(scores.flatten(1, 2)))  # [b, h, i, j]
-        visible = dense(mask, scores.shape[2:], scores.device)  # [b or 1, h or 1, i or 1, j]
+        is_hooked = is_listened_to(self.scores) or is_listened_to(self.cap)
+        scores = masked(scores, mask, may_write=not is_hooked)
         # Without a mask, each query sees itself, unless an edit sets this score to -inf.
-        may_lack_keys = mask is not None or is_listened_to(self.scores)
-        pattern = softmax(torch.where(visible, scores, -torch.inf), may_lack_keys)
+        pattern = softmax(scores, may_lack_keys=mask is not None or is_hooked)
         pattern = self.pattern(pattern)  # [b, h, i, j]
         weights = self.pattern_dropout(pattern).unflatten(1, q.shape[1:3])  # [b, g, n, i, j]
         z = einsum(weights, v, "b g n i j, b g j d -> b g n i d")

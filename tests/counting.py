@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.pretended import DEVICE, Devices
 
@@ -36,10 +36,24 @@ class Starts(TorchDispatchMode):
         self.operations: Counter[str] = Counter()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        name = operation.overloadpacket.__name__
-        if not operation.is_view and name not in NO_KERNEL:
-            self.operations[name] += 1
+        if not operation.is_view and operation.overloadpacket.__name__ not in NO_KERNEL:
+            self.operations[operation.overloadpacket.__name__] += 1
         return operation(*args, **kwargs or {})
+
+
+class HostStarts(Starts):
+    """A mode that counts only operations whose tensors are all on the CPU.
+
+    It runs with tensors on the pretended device. There, these operations start no kernel.
+    """
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        before = self.operations.copy()
+        result = super().__torch_dispatch__(operation, types, args, kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+        if not all(tensor.is_cpu for tensor in tensors):
+            self.operations = before
+        return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +64,15 @@ class Counts:
         starts: the number of kernels that Python starts.
         waits: the number of times that Python waits for the device.
         operations, stops: both numbers, divided by operation.
+        on_host: the number of operations on tensors that stay on the CPU, such as a small table of
+            the tokens. They start no kernel and are not in `operations`.
     """
 
     starts: int
     waits: int
     operations: Counter[str]
     stops: Counter[str]
+    on_host: Counter[str]
 
 
 def counted(job: Callable[..., object], *given: Any) -> Counts:
@@ -63,7 +80,8 @@ def counted(job: Callable[..., object], *given: Any) -> Counts:
 
     Kernels are counted in a run on the CPU. Waits are counted in a second run, on copies of `given`
     that are on the pretended device (see `tests.pretended`). The pretended device divides fused
-    operations into parts, so kernels cannot be counted there.
+    operations into parts, so kernels cannot be counted there. But this run shows which operations
+    stay on the CPU, and these are subtracted.
 
     Args:
         job: a function of the given values. It must take all models and tensors as arguments.
@@ -76,11 +94,16 @@ def counted(job: Callable[..., object], *given: Any) -> Counts:
         there = [_moved(value) for value in given]
         job(*there)
         _, stops, waits = devices.counted(lambda: job(*there))
+        with HostStarts() as host:
+            job(*there)
+    on_host = starts.operations & host.operations
+    operations = starts.operations - on_host
     return Counts(
-        starts=starts.operations.total(),
+        starts=operations.total(),
         waits=sum(stops.values()) + waits,
-        operations=starts.operations,
+        operations=operations,
         stops=Counter(stops),
+        on_host=on_host,
     )
 
 

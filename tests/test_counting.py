@@ -17,6 +17,20 @@ def test_kernels_are_operations_that_are_no_views():
     assert dict(counts.operations) == {"addmm": 1, "add": 1}
 
 
+def test_operations_on_tensors_of_the_cpu_start_no_kernel():
+    def job(x, tokens):
+        tokens = tokens.cpu()  # one wait
+        is_first = tokens == tokens[:1]  # on the CPU
+        share = is_first.float().mean()  # two operations on the CPU
+        return x * share.to(x.device) + x  # two kernels, and a copy that Python waits for
+
+    counts = counted(job, torch.ones(3), torch.tensor([3, 1, 3]))
+    assert counts.starts == 2
+    assert dict(counts.operations) == {"mul": 1, "add": 1}
+    assert dict(counts.on_host) == {"eq": 1, "_to_copy": 1, "mean": 1}
+    assert counts.waits == 2
+
+
 def test_python_waits_for_numbers_masks_and_copies():
     def job(x, mask, model):
         if (x > 2).any():  # two kernels, one wait

@@ -185,11 +185,12 @@ def are_reproduced(blocks: Sequence[TwoRuns]) -> list[bool]:
         kind = device.type if torch.amp.is_autocast_available(device.type) else "cpu"
         # Autocast of the caller would change the dtype of the stacks.
         with torch.autocast(kind, enabled=False):
-            verdict = _numbers_agree(torch.stack(ours), torch.stack(theirs), precision)
+            verdict = _numbers_agree(torch.stack([*ours, *theirs]), precision)
         verdicts.setdefault(device, []).append(verdict)
         numbers.setdefault(device, []).extend(places)
     for device, parts in verdicts.items():
-        for number, verdict in zip(numbers[device], torch.cat(parts).tolist(), strict=True):
+        verdict_of_all = parts[0] if len(parts) == 1 else torch.cat(parts)
+        for number, verdict in zip(numbers[device], verdict_of_all.tolist(), strict=True):
             agrees[number] &= verdict
     return agrees
 
@@ -202,19 +203,27 @@ def _is_alike(block: TwoRuns) -> bool:
 
 
 def _numbers_agree(
-    ours: Shaped[Tensor, "block *axes"], theirs: Shaped[Tensor, "block *axes"], precision: float
+    runs: Shaped[Tensor, "two_blocks *axes"], precision: float
 ) -> Bool[Tensor, " block"]:
-    """Return for each block whether its numbers agree, as in `are_reproduced`."""
-    dtype = torch.complex128 if ours.is_complex() else torch.float64
-    ours, theirs = (part.reshape(len(part), -1).to(dtype) for part in (ours, theirs))
+    """Return for each block whether its numbers agree, as in `are_reproduced`.
+
+    Args:
+        runs: the numbers of all blocks in our run, followed by their numbers in the other run.
+        precision: the allowed difference; see `TwoRuns`.
+    """
+    # One stack of both runs starts half as many kernels on a device as a stack of each run.
+    both = runs.reshape(2, len(runs) // 2, -1).to(
+        torch.complex128 if runs.is_complex() else torch.float64
+    )
+    ours, theirs = both
+    our_sizes, their_sizes = both.abs()
     # The median is a typical number. The largest number is not: in some models a few numbers are a
     # thousand times larger than the rest.
-    typical = theirs.abs().nan_to_num(0, 0, 0).median(1, keepdim=True).values
-    allowed = precision * (typical + ours.abs())
-    gap = (theirs - ours).abs()
-    # If a number is infinite, only an equal number agrees with it.
-    is_near = (gap <= allowed) & (gap != torch.inf)
-    return (is_near | (ours == theirs) | (ours.isnan() & theirs.isnan())).all(1)
+    typical = their_sizes.nan_to_num(0, 0, 0).median(1, keepdim=True).values
+    # If a number is infinite, so is the gap, unless both numbers are equal.
+    is_near = (theirs - ours).abs() < precision * (typical + our_sizes)
+    is_nan = both.isnan()
+    return (is_near | (ours == theirs) | (is_nan[0] & is_nan[1])).all(1)
 
 
 def is_rounding(

@@ -83,6 +83,8 @@ class AttentionPoints(HookPoints):
         is_lent: whether later modules attend to the same keys and values.
     """
 
+    acts_through = "z"
+    """The point through which all other points change the output; see `hooks.replay.early_ends`."""
     is_lent = False
     keys = "pos", "key"
     """The names of the axis of keys: in keys and values, and in scores."""

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from hooks.base import padding_messages, require_kind
+from hooks.base import is_unwatched, padding_messages, require_kind
 from models.running.kvcache import oldest_reached
 
 # With at most this number of queries, one mask is made for all layers. With more queries, each
@@ -102,6 +102,28 @@ def dense(
     if isinstance(mask, Tensor):
         return mask
     return (mask or Rule()).seen(0, shape[1] - shape[0], shape[1], device)
+
+
+def masked(
+    scores: Float[Tensor, "batch head query key"], mask: Visible, may_write: bool
+) -> Float[Tensor, "batch head query key"]:
+    """Return the scores with -inf at the keys that a query does not see.
+
+    Args:
+        scores: the scores.
+        mask: the keys that queries see.
+        may_write: whether the result may be written into `scores`. This saves memory for another
+            matrix of scores, and time.
+    """
+    shape = scores.shape[2:]
+    if not (may_write and is_unwatched(scores)):
+        return torch.where(dense(mask, shape, scores.device), scores, -torch.inf)
+    if mask is None:
+        columns = torch.arange(shape[1], device=scores.device)
+        hidden = columns > columns[shape[1] - shape[0] :, None]
+    else:
+        hidden = ~dense(mask, shape, scores.device)
+    return scores.masked_fill_(hidden, -torch.inf)
 
 
 def shared(mask: Visible, shape: Sequence[int], device: torch.device) -> Visible:

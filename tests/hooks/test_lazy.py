@@ -98,9 +98,9 @@ def test_the_run_keeps_block_inputs_and_samples_of_outputs(runner, tokens):
     kept = 4 * stream + stream + 7 * 10 * 4
     # It also keeps the positions, which are an argument of every block.
     kept += 7 * 8
-    # It also keeps every ninth of the 280 numbers of the outputs of three blocks and their
-    # attention, and of ln_final.
-    kept += (3 * 2 + 1) * 32 * 4
+    # It also keeps every ninth of the 280 numbers of the outputs of three blocks and of ln_final,
+    # whose rows have 10 numbers, and every fourth of z, whose rows have 5 numbers.
+    kept += (4 * 32 + 3 * 70) * 4
     assert lazy.axes(("pattern", 1)) == ("batch", "head", "query", "key")
     assert lazy.nbytes == kept
     assert "not computed yet" in repr(lazy)
@@ -145,34 +145,39 @@ def test_computed_values_are_stored_until_dropped(model, runner, tokens):
 
 
 def small(kind):
-    """Return a model of two blocks with attention and an MLP, and its MLPs."""
+    """Return a model of two blocks, its MLPs, and the output maps of its attention."""
     if kind == "plain":
         sizes = dict(vocab_size=11, n_ctx=7, n_layers=2, n_heads=2, d_model=10, d_mlp=13)
         model = Transformer(TransformerConfig(**sizes)).eval()
-        return model, [block.mlp for block in model.blocks]
+        blocks = model.blocks
+        return model, [block.mlp for block in blocks], [block.attn.output for block in blocks]
     transformers = pytest.importorskip("transformers")
     sizes = dict(hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
     config = transformers.AutoConfig.for_model(kind, **sizes, vocab_size=11)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     layers = model.gpt_neox.layers if kind == "gpt_neox" else model.model.layers
     attach(model)
-    return model, [layer.mlp for layer in layers]
+    if kind == "llama":
+        maps = [layer.self_attn.o_proj for layer in layers]
+    else:
+        maps = [layer.attention.dense for layer in layers]
+    return model, [layer.mlp for layer in layers], maps
 
 
 @uncomputed
 @pytest.mark.parametrize("kind", ["plain", "llama", "gpt_neox"])
-def test_reading_attention_runs_no_mlp(kind):
-    model, mlps = small(kind)
+def test_reading_attention_runs_no_output_map_and_no_mlp(kind):
+    model, mlps, maps = small(kind)
     runner = HookedRunner(model)
     tokens = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
     options = {} if kind == "plain" else {"use_cache": False}
     _, eager = runner.run_with_cache(tokens, **options)
     _, lazy = runner.run_with_cache(tokens, lazy=True, **options)
     runs = []
-    for mlp in mlps:
-        mlp.register_forward_hook(lambda module, args, output: runs.append(module))
+    for module in (*mlps, *maps):
+        module.register_forward_hook(lambda module, args, output: runs.append(module))
     # A norm is not a part of attention or of an MLP, so its block runs to the end.
-    needs_mlp = {
+    needs_rest = {
         ("pattern",): False,
         ("q", "z"): False,
         ("ln1.scale", "pattern"): True,
@@ -180,12 +185,12 @@ def test_reading_attention_runs_no_mlp(kind):
         ("pattern", "mlp.pre"): True,
         ("resid_post",): True,
     }
-    for names, runs_mlp in needs_mlp.items():
+    for names, runs_rest in needs_rest.items():
         runs.clear()
         keys = [(name, 1) for name in names]
         for value, expected in zip(lazy.read(*keys), eager.read(*keys), strict=True):
             torch.testing.assert_close(value, expected, atol=1e-6, rtol=0)
-        assert runs == [mlps[1]] * runs_mlp, names
+        assert runs == [maps[1], mlps[1]] * runs_rest, names
         lazy.drop()
 
 
@@ -207,6 +212,28 @@ def test_every_part_that_ran_is_compared():
     assert lazy["z", 0].shape == (2, 3, 2, 5)
     with pytest.raises(CacheError, match="blocks.0"):
         lazy["mlp.pre", 0]
+
+
+def test_a_value_that_is_no_point_of_attention_is_compared_by_the_output(model, runner, tokens):
+    """A point of attention acts through z. Any other module may change the output beside z."""
+    names = ["*.attn.qkv", "*.attn.z"]
+    _, lazy = runner.run_with_cache(tokens, names=names, lazy=True)
+    _, eager = runner.run_with_cache(tokens, names=names)
+    model.blocks[1].attn.output.register_forward_hook(lambda module, args, value: value + 1)
+    torch.testing.assert_close(lazy["z", 1], eager["z", 1], atol=1e-5, rtol=0)
+    with pytest.raises(CacheError, match="blocks.1"):
+        lazy["blocks.1.attn.qkv"]
+
+
+def test_a_run_ends_after_a_part_only_if_all_values_are_inside_it(model, runner, tokens):
+    names = ["blocks.1.ln1", "blocks.1.attn.qkv"]
+    _, lazy = runner.run_with_cache(tokens, names=names, lazy=True)
+    runs = []
+    model.blocks[1].mlp.register_forward_hook(lambda module, args, output: runs.append(module))
+    lazy.read(names[1])
+    assert not runs
+    lazy.read(*names)
+    assert runs == [model.blocks[1].mlp]
 
 
 def test_edits_of_the_run_act_in_the_recomputation_and_later_ones_do_not(model, runner, tokens):
@@ -245,7 +272,8 @@ CHANGES = {
     "fused step": fused_step,
     "another weight": lambda block: setattr(block.mlp.input, "bias", nn.Parameter(torch.ones(13))),
     "another data": lambda block: setattr(block.mlp.output.weight, "data", torch.zeros(10, 13)),
-    "through data": lambda block: block.attn.output.weight.data.mul_(1.5),
+    "through data": lambda block: block.attn.qkv.weight.data.mul_(1.5),
+    "after z, through data": lambda block: block.attn.output.weight.data.mul_(1.5),
     "cast": lambda block: block.double(),
     "hook": lambda block: block.mlp.register_forward_hook(lambda m, args, value: value * 2),
     "attribute": lambda block: setattr(block.attn, "scale", 3.0),
@@ -255,8 +283,8 @@ CHANGES = {
 }
 
 
-# These changes act after attention and change no weight, so `z` is the same as in the first run.
-AFTER_ATTENTION = ("hook", "activation", "child")
+# These changes act after `z` and write to no weight, so `z` is the same as in the first run.
+AFTER_Z = ("hook", "activation", "child", "after z, through data")
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -266,9 +294,9 @@ def test_a_model_that_changed_since_is_an_error(model, runner, tokens, change):
     kept = lazy["z", 0]
     with torch.no_grad():
         CHANGES[change](model.blocks[1])
-    if change in AFTER_ATTENTION:
+    if change in AFTER_Z:
         torch.testing.assert_close(lazy["z", 1], eager["z", 1], atol=1e-5, rtol=0)
-    for name in ["resid_post", "mlp.post"] + ["z"] * (change not in AFTER_ATTENTION):
+    for name in ["resid_post", "mlp.post"] + ["z"] * (change not in AFTER_Z):
         with pytest.raises(CacheError, match="blocks.1"):
             lazy[name, 1]
     assert torch.equal(lazy["z", 0], kept)

@@ -10,6 +10,7 @@ from torch import nn
 from hooks import HookedRunner, HookPoint, Options
 from hooks.base import _torch
 from hooks.capture import Recorder
+from hooks.point import Point
 from hooks.replay import early_ends, replay
 
 X = torch.tensor([[2.0, 3.0]])
@@ -75,22 +76,44 @@ def test_a_shared_module_is_found_by_the_block_that_runs(blocks):
     assert [lazy[name].tolist() for name in reversed(names)] == [[[17, 22]], [[3, 4]]]
 
 
-def test_no_run_ends_early_if_something_may_act_at_the_end_of_the_block(model, monkeypatch):
+def ends(block, *names):
+    """Return the modules after which a second run of a block may end, for points of these names."""
+    points = {name: Point(name, module=block.get_submodule(name)) for name in names}
+    return [end.module for end in early_ends(block, points)]
+
+
+def test_a_run_ends_after_z_if_no_other_value_of_attention_is_needed(model):
     block = model.blocks[1]
-    assert early_ends(block) == [block.attn]
+    assert ends(block, "attn.pattern", "attn.q", "resid_post") == [block.attn.z]
+    # The output map comes after z, so the output of attention is compared too.
+    assert ends(block, "attn.pattern", "attn.output") == [block.attn.z, block.attn]
+    assert ends(block, "attn") == [block.attn.z, block.attn]
+
+
+@pytest.mark.parametrize("place", ["block", "attention"])
+def test_no_run_ends_early_if_something_may_act_at_the_end(model, monkeypatch, place):
+    """Something may act at the end of the block, or of attention, whose end is after z."""
+    block = model.blocks[1]
+    module = block if place == "block" else block.attn
+    other_ends = [] if place == "block" else [block.attn]
+
+    def found():
+        return ends(block, "attn.pattern")
+
+    assert found() == [block.attn.z]
     # Hooks of this package may miss the end of a run.
-    with HookedRunner(model).hooks({"blocks.1": lambda value, point: value}):
-        assert early_ends(block) == [block.attn]
-    forward = block.forward
-    block.forward = lambda *args: forward(*args)
-    assert early_ends(block) == []
-    del block.forward
-    handle = block.register_forward_hook(lambda module, args, output: None)
-    assert early_ends(block) == []
+    with HookedRunner(model).hooks({f"blocks.1{'.attn' * (place == 'attention')}": lambda v, p: v}):
+        assert found() == [block.attn.z]
+    forward = module.forward
+    module.forward = lambda *args: forward(*args)
+    assert found() == other_ends
+    del module.forward
+    handle = module.register_forward_hook(lambda module, args, output: None)
+    assert found() == other_ends
     handle.remove()
-    assert early_ends(block) == [block.attn]
+    assert found() == [block.attn.z]
     with monkeypatch.context() as patched:
-        patched.setattr(_torch, "has_shards", lambda module: module is block)
-        assert early_ends(block) == []
-    block.compile(backend="eager")
-    assert early_ends(block) == []
+        patched.setattr(_torch, "has_shards", lambda part: part is module)
+        assert found() == other_ends
+    module.compile(backend="eager")
+    assert found() == other_ends

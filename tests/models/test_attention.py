@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hooks import HookedRunner
-from models import TransformerConfig, causal_mask, scaled_dot_product_attention
+from models import Transformer, TransformerConfig, causal_mask, scaled_dot_product_attention
 from tests.reference import (
     BATCH,
     FORMS,
@@ -227,6 +227,24 @@ def test_every_point_matches_the_reference(name):
     for point, value in reference.values.items():
         close(cache[point], value, atol)
         assert value.std() > 1e-3, point  # the values vary, so the comparison means something
+
+
+@pytest.mark.parametrize("cap", [0.0, 0.3])
+def test_recorded_scores_are_not_masked(cap):
+    """Attention may write the mask into scores that nobody records, also after the cap."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=11, n_ctx=7, n_layers=1, n_heads=2, d_model=10, d_mlp=13)
+    model = Transformer(TransformerConfig(**sizes, attn_cap=cap)).eval().requires_grad_(False)
+    tokens = torch.randint(11, (3, 5))
+    names = ["blocks.0.attn.q", "blocks.0.attn.k", "blocks.0.attn.pattern"]
+    for recorded in ("scores", "cap"):
+        name = f"blocks.0.attn.{recorded}"
+        _, cache = HookedRunner(model).run_with_cache(tokens, names=[*names, name])
+        q, k = (cache[part].double().transpose(1, 2) for part in names[:2])
+        scores = q @ k.mT / math.sqrt(5)
+        if cap and recorded == "cap":
+            scores = cap * torch.tanh(scores / cap)
+        close(cache[name].double(), scores, atol=1e-6)
 
 
 def padding():

@@ -50,17 +50,17 @@ PADDED = torch.ones(8, 9).bool()
 PADDED[2, :3] = PADDED[5, :1] = False
 ROWS = {
     # name: the job, the number of examples, the mask, and the most starts and waits of both models.
-    "two forwards and one backward": (reference, 8, None, (118, 2), (397, 2)),
-    "patching z by head": (PATCHED, 8, None, (210, 8), (640, 8)),
-    "patching padded texts": (PATCHED, 8, PADDED, (320, 14), (1120, 14)),
-    "patching by position": (BY_POSITION, 8, None, (430, 8), (2200, 8)),
-    "attribution patching": (ATTRIBUTED, 8, None, (140, 7), (440, 8)),
-    "attribution of padded texts": (ATTRIBUTED, 8, PADDED, (185, 11), (545, 11)),
-    "edges of 1 example": (edges(), 1, None, (310, 10), (900, 10)),
-    "edges of 8 examples": (edges(), 8, None, (310, 10), (900, 10)),
-    "edges of padded texts": (edges(), 8, PADDED, (360, 15), (1000, 15)),
-    "edges of 32 examples": (edges(), 32, None, (310, 10), (900, 10)),
-    "integrated gradients of edges": (BY_INPUTS, 8, None, (1150, 25), (3200, 25)),
+    "two forwards and one backward": (reference, 8, None, (116, 2), (395, 2)),
+    "patching z by head": (PATCHED, 8, None, (195, 8), (624, 8)),
+    "patching padded texts": (PATCHED, 8, PADDED, (238, 14), (766, 14)),
+    "patching by position": (BY_POSITION, 8, None, (394, 8), (2097, 8)),
+    "attribution patching": (ATTRIBUTED, 8, None, (130, 7), (436, 7)),
+    "attribution of padded texts": (ATTRIBUTED, 8, PADDED, (162, 11), (522, 11)),
+    "edges of 1 example": (edges(), 1, None, (282, 9), (819, 9)),
+    "edges of 8 examples": (edges(), 8, None, (282, 9), (819, 9)),
+    "edges of padded texts": (edges(), 8, PADDED, (310, 13), (899, 13)),
+    "edges of 32 examples": (edges(), 32, None, (282, 9), (819, 9)),
+    "integrated gradients of edges": (BY_INPUTS, 8, None, (1107, 22), (3108, 22)),
 }
 
 

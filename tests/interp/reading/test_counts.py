@@ -10,7 +10,7 @@ from tests.counting import counted
 
 @pytest.mark.parametrize(
     ("n_layers", "n_heads", "starts"),
-    [(3, 4, 104), pytest.param(12, 12, 257, marks=pytest.mark.full)],
+    [(3, 4, 63), pytest.param(12, 12, 198, marks=pytest.mark.full)],
 )
 def test_scores_of_a_lazy_cache_start_few_kernels_and_wait_twice(n_layers, n_heads, starts):
     """The run that makes the cache is not counted."""
