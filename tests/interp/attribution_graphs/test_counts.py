@@ -26,8 +26,8 @@ def job(model, dictionaries, text):
 @pytest.mark.parametrize(
     ("n_layers", "n_pos", "starts", "waits"),
     [
-        (2, 15, 660, 60),
-        pytest.param(12, 15, 2300, 100, marks=pytest.mark.full),
+        (2, 15, 620, 55),
+        pytest.param(12, 15, 2119, 95, marks=pytest.mark.full),
     ],
 )
 def test_a_graph_starts_few_kernels(n_layers, n_pos, starts, waits):
