@@ -19,6 +19,7 @@ from interp import (
     splice,
 )
 from models import load
+from tests import tiny
 from tests.shipped import pydoc
 
 TEXT, OTHER = "part KV81 and KV8", "part KV84 and KV8"
@@ -38,9 +39,7 @@ def cache(model):
     "asked", [{"names": "blocks.0.attn.z"}, {"names": "*.z"}, {"mode": "residual"}]
 )
 def test_a_model_of_transformers_is_attached_first(asked):
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-    config = transformers.GPT2Config(vocab_size=7, n_positions=9, n_embd=4, n_layer=1, n_head=2)
-    bare = transformers.GPT2LMHeadModel(config).eval()
+    bare = tiny.model("GPT2LMHeadModel")
     with pytest.raises(UnknownNameError, match=r"models.attach\(model\) gives"):
         HookedRunner(bare).run_with_cache(torch.tensor([[1, 2]]), **asked)
     with pytest.raises(UnknownNameError, match=r"models.attach\(model\) gives"):

@@ -20,6 +20,7 @@ import models
 from hooks import HookedRunner, HookError, HookPoint, Mode
 from interp import directions, store
 from interp.directions import Direction
+from tests import tiny
 from tests.count import ROOT
 from tests.shipped import pydoc
 
@@ -477,8 +478,6 @@ def named_in_splice(model, dictionary, name):
 @pytest.fixture(scope="module")
 def given():
     """The names that the calls of the table use."""
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 4, "vocab_size": 7}
     model = pydoc()
     runner = HookedRunner(model)
     logits, cache = runner.run_with_cache(TEXT)
@@ -495,7 +494,7 @@ def given():
         "effects": interp.activation_patching(model, pairs, "resid_post", over="layer"),
         "sae": interp.load_sae("pydoc-4l/resid_post"),
         "transcoders": interp.load_transcoders("pydoc-4l/transcoders"),
-        "transformers_model": transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval(),
+        "transformers_model": tiny.model("GPT2LMHeadModel"),
         "eye": torch.eye(3),
         "spliced": spliced,
         "named_in_splice": named_in_splice,

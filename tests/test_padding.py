@@ -15,6 +15,7 @@ from hooks import ActivationCache, CacheError, EditError, HookedRunner, Selectio
 from interp import Pairs, edits, protocol
 from interp.inputs.cached import text_of
 from interp.measuring import measure
+from tests import tiny
 from tests.streams import made
 
 ROWS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8], [11, 7, 11, 7]]
@@ -29,12 +30,9 @@ def model_of(kind):
     if kind != "attached gpt2":
         more = {"learned": {}, "rotary": dict(positions="rotary", norm="rmsnorm", window=4)}[kind]
         return made(**more)
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     from models import attach
 
-    sizes = dict(vocab_size=23, n_positions=13, n_embd=12, n_layer=2, n_head=3)
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).double().eval()
+    model = tiny.model("GPT2LMHeadModel", num_hidden_layers=2, num_attention_heads=3).double()
     attach(model)
     return model
 
@@ -567,13 +565,10 @@ def test_a_function_can_leave_padded_keys_as_they_are(kind):
 
 @functools.cache
 def encoder_decoder():
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     from models import attach
 
-    sizes = dict(vocab_size=23, d_model=12, d_kv=5, d_ff=17, num_layers=2, num_heads=3)
-    torch.manual_seed(0)
-    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
-    model = transformers.T5ForConditionalGeneration(config).double().eval()
+    sizes = dict(num_hidden_layers=2, num_attention_heads=3, d_ff=17, decoder_start_token_id=0)
+    model = tiny.model("T5ForConditionalGeneration", **sizes).double()
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(0, 0.4)

@@ -12,6 +12,7 @@ import torch
 
 import models
 from hooks import HookedRunner
+from tests import tiny
 from tests.transformer_lens import rows
 
 EXAMPLE = rows.GUIDE.parents[1] / "from_transformer_lens.py"
@@ -49,11 +50,9 @@ def test_each_row_runs_and_gives_their_numbers(names, kept):
 
 
 def test_lines_with_an_attached_model_give_the_numbers_of_a_plain_model(names):
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-    sizes = dict(vocab_size=103, hidden_size=12, intermediate_size=20)
-    sizes |= dict(num_hidden_layers=2, num_attention_heads=3, initializer_range=0.5)
-    sizes |= dict(eos_token_id=None, pad_token_id=0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+    sizes = dict(vocab_size=103, num_hidden_layers=2, num_attention_heads=3, pad_token_id=0)
+    sizes |= dict(max_position_embeddings=32, initializer_range=0.5)
+    model = tiny.model("LlamaForCausalLM", **sizes)
     tokenizer = names["model"].tokenizer
     attached = models.attach(model, tokenizer=tokenizer)
     names = {**names, "from_hf": models.from_hf}

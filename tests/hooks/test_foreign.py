@@ -20,6 +20,7 @@ from hooks import (
     NeverFiredError,
     UnknownNameError,
 )
+from tests import tiny
 
 
 class Pair(NamedTuple):
@@ -269,9 +270,7 @@ def test_a_value_wanted_with_its_graph_and_overwritten_is_gone():
 
 @pytest.fixture(scope="module")
 def gpt2():
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-    sizes = dict(vocab_size=23, n_positions=17, n_embd=10, n_layer=3, n_head=2, n_inner=13)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    return tiny.model("GPT2LMHeadModel", n_inner=13)
 
 
 def test_a_transformers_model_against_its_own_hidden_states(gpt2, tokens):

@@ -28,6 +28,7 @@ from hooks import (
     NeverFiredError,
 )
 from models import Transformer, TransformerConfig, attach
+from tests import tiny
 
 # The shape checks read a value of each mapping that a function gets. In a lazy cache, this computes
 # the value. Tests that count runs or bytes, or in which a block cannot run again, use this mark to
@@ -385,11 +386,8 @@ def test_a_model_of_transformers():
     """This model has a gate with one output, attention that is called without a mask, and an option
     that returns the outputs of all layers.
     """
-    transformers = pytest.importorskip("transformers")
-    sizes = dict(hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
-    sizes |= dict(moe_intermediate_size=16, shared_expert_intermediate_size=20, num_experts=5)
-    config = transformers.Qwen2MoeConfig(**sizes, vocab_size=23, num_key_value_heads=1)
-    model = transformers.Qwen2MoeForCausalLM(config).eval()
+    experts = dict(moe_intermediate_size=16, shared_expert_intermediate_size=20, num_experts=5)
+    model = tiny.model("Qwen2MoeForCausalLM", num_hidden_layers=2, **experts)
     runner, tokens = HookedRunner(model), torch.arange(1, 11).view(2, 5)
     names = ["model.layers.*.input_layernorm", "model.layers.*.mlp*"]
     _, eager = runner.run_with_cache(tokens, names=names, use_cache=False)
@@ -423,10 +421,8 @@ OFFLOADED = {
 def test_weights_offloaded_by_accelerate(kind, attached, tmp_path):
     """Between runs the weights are on the meta device. After each call they are new tensors."""
     accelerate = pytest.importorskip("accelerate")
-    transformers = pytest.importorskip("transformers")
-    sizes = dict(hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
-    config = transformers.LlamaConfig(**sizes, vocab_size=23, num_key_value_heads=1)
-    model = transformers.LlamaForCausalLM(config).eval()
+    sizes = dict(hidden_size=8, intermediate_size=12, num_hidden_layers=2)
+    model = tiny.model("LlamaForCausalLM", **sizes)
     tokens = torch.arange(1, 11).view(2, 5)
     untouched, outputs = copy.deepcopy(model), []
     untouched.model.layers[1].mlp.register_forward_hook(lambda m, args, out: outputs.append(out))
@@ -448,10 +444,7 @@ def test_weights_offloaded_by_accelerate(kind, attached, tmp_path):
 
 def test_left_padding_in_a_model_of_transformers():
     """Compare only real tokens. Queries that see no key have other values in other kernels."""
-    transformers = pytest.importorskip("transformers")
-    sizes = dict(hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
-    config = transformers.LlamaConfig(**sizes, vocab_size=23, num_key_value_heads=1)
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = tiny.model("LlamaForCausalLM")
     assert model.config._attn_implementation == "sdpa"
     attach(model)
     runner = HookedRunner(model)

@@ -10,6 +10,7 @@ import interp
 from hooks import CacheError, HookedRunner, ModeError
 from interp import Pairs, activation_patching, log_prob, logit_diff, logit_lens, run_with_cache
 from interp.graph import Graph
+from tests import tiny
 from tests.interp.predictions import predictions
 
 
@@ -118,9 +119,7 @@ def test_the_lens_of_some_positions_is_part_of_the_whole(model, tokens):
     ],
 )
 def test_an_analysis_of_a_model_that_is_not_attached_says_attach(analysis):
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-    sizes = dict(n_layer=1, n_head=2, n_embd=4, vocab_size=7, bos_token_id=0, eos_token_id=0)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    model = tiny.model("GPT2LMHeadModel")
     pairs = interp.Pairs(torch.tensor([[3, 1, 4]]), torch.tensor([[3, 5, 4]]), [6])
     with pytest.raises(TypeError, match="models.attach"):
         analysis(model, pairs)

@@ -9,6 +9,7 @@ from torch import nn
 from hooks import CacheError, EditError, HookedRunner, HookError, HookPoint
 from interp import edits, log_prob, sweep
 from models import Transformer, TransformerConfig
+from tests import tiny
 
 
 class Recurrent(nn.Module):
@@ -143,10 +144,7 @@ def test_wrong_calls_are_errors(model):
 @torch.no_grad()
 def test_a_shared_block():
     """ALBERT runs one block again and again, instead of several blocks."""
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-    sizes = dict(vocab_size=11, embedding_size=6, hidden_size=8, intermediate_size=10)
-    config = transformers.AlbertConfig(**sizes, num_hidden_layers=3, num_attention_heads=2)
-    model = transformers.AlbertForMaskedLM(config).eval()
+    model = tiny.model("AlbertForMaskedLM", embedding_size=6, num_hidden_layers=3)
     block = "albert.encoder.albert_layer_groups.0.albert_layers.0"
     hidden = model(TOKENS, output_hidden_states=True).hidden_states
     runner = HookedRunner(model)

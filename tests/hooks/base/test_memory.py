@@ -16,6 +16,7 @@ from hooks.base import memory
 from hooks.base.memory import Bound, free_memory
 from interp import run_with_cache
 from models import Transformer, TransformerConfig, attach
+from tests import tiny
 from tests.count import ROOT
 
 CPU = torch.device("cpu")
@@ -204,15 +205,7 @@ def test_modules_that_may_be_skipped_are_refused_and_not_left_out():
 
 
 def test_scores_of_an_attached_model_are_refused_before_they_are_made(room):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=23,
-        hidden_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        intermediate_size=7,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = tiny.model("LlamaForCausalLM", num_attention_heads=3)
     scores = 2 * 3 * 11 * 11 * 4
     with attach(model):
         for free in (3 * scores, 4 * scores):

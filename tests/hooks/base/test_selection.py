@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hooks import HookedRunner, HookPoint, Point, SelectionError, position_offset
 from hooks.base import Selection
 from interp import Pairs, activation_patching, edits, log_prob, sweep
 from models import KVCache, attach, generate
+from tests import tiny
 from tests.reference import some_tokens, variant
 
 BATCH, POS = 3, 6
@@ -114,8 +114,7 @@ def test_edits_in_a_sweep_of_any_model_know_the_padding():
 
 
 def test_an_attached_model_reads_its_mask(tokens):
-    sizes = dict(vocab_size=23, hidden_size=12, num_hidden_layers=1, num_attention_heads=3)
-    llama = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=20)).eval()
+    llama = tiny.model("LlamaForCausalLM")
     mask = torch.ones_like(tokens)
     mask[0, 4:] = mask[2, 5:] = 0
     hooks = [edits.zero(pos=-1), edits.zero(pos=mask.sum(1)[:, None] - 1)]

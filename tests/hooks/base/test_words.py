@@ -13,6 +13,7 @@ from torch import nn
 from hooks import HookedRunner, HookPoint
 from hooks.base import Words
 from models import hints  # noqa: F401  # errors read hints only from imported packages
+from tests import tiny
 
 
 class Kwargs(typing.TypedDict, total=False):
@@ -126,13 +127,10 @@ def test_words_that_something_reads_are_passed_on():
 @pytest.mark.filterwarnings("ignore:.is_gradient", "ignore:.past_key_values")
 @pytest.mark.parametrize("adapter", [None, "lora", "prefix"])
 def test_misspelt_words_through_the_wrappers_of_adapters(adapter):
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     peft = pytest.importorskip("peft", reason="needs peft")
     from models import attach
 
-    sizes = dict(vocab_size=23, hidden_size=8, num_hidden_layers=2, intermediate_size=11)
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, pad_token_id=0)
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = tiny.model("LlamaForCausalLM", pad_token_id=0)
     if adapter == "lora":
         model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM")).eval()
     elif adapter == "prefix":

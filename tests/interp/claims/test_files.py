@@ -11,6 +11,7 @@ from hooks import CacheError
 from interp import Circuit, Claim, Pairs, run_circuit
 from interp.graph import Graph
 from models import attach
+from tests import tiny
 from tests.interp.claims.known import EDGES, claim_of, induction_pairs, model_of
 from tests.shipped import pydoc
 
@@ -210,19 +211,7 @@ def test_a_model_with_other_words_is_an_error():
 
 
 def test_an_attached_model_is_verified(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=31,
-        n_positions=12,
-        n_embd=24,
-        n_layer=2,
-        n_head=3,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = transformers.GPT2LMHeadModel(config).eval()
+    model = tiny.model("GPT2LMHeadModel", vocab_size=31)
     attach(model)
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(31, (4, 6, 7), generator=draw)

@@ -17,6 +17,7 @@ from hooks.base import peak_bytes
 from interp import Result, compare_models, edits
 from interp.diffing import streams as diffing_streams
 from models import CharTokenizer, Transformer, TransformerConfig, attach
+from tests import tiny
 from tests.attachable import MODELS, TOKENS, config_of, made
 from tests.pretended import DEVICE, SECOND, Devices, split
 from tests.reference import some_tokens, variant
@@ -762,18 +763,16 @@ def deep_models(kind, n_pos, n_layers, d_model):
         sizes = dict(vocab_size=2003, n_ctx=n_pos, n_layers=n_layers, n_heads=4, d_model=d_model)
         config = TransformerConfig(**sizes)
         return Transformer(config).eval(), Transformer(config).eval()
-    transformers = pytest.importorskip("transformers", reason="needs transformers")
-    config = transformers.LlamaConfig(
+    sizes = dict(
         vocab_size=2003,
         hidden_size=d_model,
         intermediate_size=80,
         num_hidden_layers=n_layers,
-        num_attention_heads=4,
         max_position_embeddings=n_pos,
     )
-    tuned = transformers.LlamaForCausalLM(config).eval()
+    tuned = tiny.model("LlamaForCausalLM", **sizes)
     if kind == "attached":
-        base = transformers.LlamaForCausalLM(config).eval()
+        base = tiny.model("LlamaForCausalLM", seed=1, **sizes)
         attach(base)
     else:
         peft = pytest.importorskip("peft", reason="needs peft")

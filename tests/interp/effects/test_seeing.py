@@ -20,7 +20,7 @@ from interp import (
     sweep,
 )
 from models import attach
-from tests import seeing
+from tests import seeing, tiny
 from tests.reference import separately
 from tests.seeing import drawn, made
 
@@ -225,10 +225,7 @@ def test_metrics_of_a_classifier_read_its_only_position():
 
 @torch.no_grad()
 def test_a_classifier_of_padded_texts():
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-    sizes = dict(vocab_size=23, hidden_size=12, intermediate_size=16, num_hidden_layers=2)
-    config = transformers.BertConfig(**sizes, num_attention_heads=2, num_labels=9)
-    model = transformers.BertForSequenceClassification(config).eval()
+    model = tiny.model("BertForSequenceClassification", num_labels=9)
     tokens, mask = torch.randint(3, 23, (2, 6)), torch.ones(2, 6, dtype=torch.long)
     mask[1, 4:] = 0
     logits = model(tokens, attention_mask=mask).logits

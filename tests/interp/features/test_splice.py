@@ -21,6 +21,7 @@ from interp import (
 from interp.features import CrossLayerTranscoder, Dictionary, JumpReLU, TopK, splice
 from interp.graph.graph import Graph
 from models import Transformer, TransformerConfig, generate
+from tests import tiny
 from tests.reference import separately
 
 D, FEATURES, HEADS, D_HEAD = 12, 29, 3, 4
@@ -355,21 +356,9 @@ def test_any_module_can_have_one():
 
 
 def test_attached_models(pairs):
-    transformers = pytest.importorskip("transformers")
     from models import attach
 
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=11,
-        hidden_size=D,
-        intermediate_size=20,
-        num_hidden_layers=3,
-        num_attention_heads=HEADS,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-        head_dim=D_HEAD,
-    )
-    reference = transformers.LlamaForCausalLM(config).double().eval()
+    reference = tiny.model("LlamaForCausalLM", hidden_size=D).double()
     model = copy.deepcopy(reference)
     attach(model)
     d = dictionary(reads="blocks.1.ln2.normalized", writes="blocks.1.mlp_out")
@@ -393,12 +382,9 @@ def test_attached_models(pairs):
 
 
 def test_attention_that_an_attached_model_computes_unseen_is_seen():
-    transformers = pytest.importorskip("transformers")
     from models import attach
 
-    torch.manual_seed(0)
-    config = transformers.BloomConfig(vocab_size=11, hidden_size=D, n_layer=2, n_head=HEADS)
-    model = transformers.BloomForCausalLM(config).double().eval()
+    model = tiny.model("BloomForCausalLM", hidden_size=D, num_attention_heads=HEADS).double()
     attach(model)
     d, place = dictionary(), "blocks.1.attn.v"
 

@@ -27,6 +27,7 @@ from interp.directions import Direction, steering_curve
 from interp.graph import Graph
 from interp.inputs.copies import digests, groups, groups_of_cache, numbered
 from interp.reading.experts import expert_load
+from tests import tiny
 from tests.pretended import DEVICE, Devices
 from tests.reference import variant
 from tests.shipped import pydoc
@@ -245,15 +246,10 @@ def test_texts_of_a_cache_that_differ_in_more_than_tokens_are_no_copies():
     """Two texts have the same tokens and different images. A cache does not contain the images, so
     it cannot say which texts are copies.
     """
-    transformers = pytest.importorskip("transformers")
     from models import attach
 
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=7, hidden_size=4, intermediate_size=8, num_hidden_layers=1)
-    config = transformers.MixtralConfig(
-        **sizes, num_attention_heads=2, num_key_value_heads=1, num_local_experts=3
-    )
-    model = attach(transformers.MixtralForCausalLM(config).eval()).model
+    sizes = dict(hidden_size=4, intermediate_size=8, num_hidden_layers=1, num_local_experts=3)
+    model = attach(tiny.model("MixtralForCausalLM", **sizes)).model
     same = torch.tensor([[3, 1, 4]] * 3)
     _, cache = run_with_cache(model, same, names="*.routing")
     assert expert_load(model, cache).groups == (0, 0, 0)

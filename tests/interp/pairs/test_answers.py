@@ -33,6 +33,7 @@ from interp.graph import Graph, circuits
 from interp.runs.masked import run_circuit
 from interp.runs.runs import Runs
 from models import attach, load
+from tests import tiny
 from tests.counting import Starts
 from tests.interp.effects.by_hand import changed, close
 from tests.reference import LAYERS, variant
@@ -485,21 +486,19 @@ def test_the_metric_reads_the_last_positions_of_whole_texts(model):
     close(rows.metric(model(rows.text.tokens)), torch.stack(expected))
 
 
-SIZES = dict(vocab_size=23, hidden_size=12, num_hidden_layers=2, num_attention_heads=3)
+SIZES = dict(num_hidden_layers=2, num_attention_heads=3)
 DECODERS = {
-    "llama": dict(num_key_value_heads=1, intermediate_size=13),
-    "mistral": dict(num_key_value_heads=3, intermediate_size=14, sliding_window=3),
-    "gpt2": dict(n_embd=12, n_layer=2, n_head=3),
-    "gemma3_text": dict(num_key_value_heads=1, intermediate_size=13, head_dim=4, sliding_window=3),
+    "llama": ("LlamaForCausalLM", SIZES),
+    "mistral": ("MistralForCausalLM", SIZES | dict(num_key_value_heads=3, sliding_window=3)),
+    "gpt2": ("GPT2LMHeadModel", SIZES),
+    "gemma3_text": ("Gemma3ForCausalLM", SIZES | dict(head_dim=4, sliding_window=3)),
 }
 
 
 def decoder(kind, dtype=torch.float64):
     """Return a model of `transformers` with random weights, attached."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(3)
-    config = transformers.AutoConfig.for_model(kind, **SIZES | DECODERS[kind])
-    model = transformers.AutoModelForCausalLM.from_config(config).eval().to(dtype)
+    name, sizes = DECODERS[kind]
+    model = tiny.model(name, seed=3, **sizes).to(dtype)
     for parameter in model.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     attach(model)
@@ -531,11 +530,7 @@ def test_rows_in_half_precision_are_close(model):
 
 
 def test_answers_continue_the_texts_of_a_decoder():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(5)
-    sizes = dict(d_model=12, d_kv=4, d_ff=13, num_layers=2, num_decoder_layers=2, num_heads=3)
-    config = transformers.T5Config(vocab_size=23, decoder_start_token_id=0, **sizes)
-    model = transformers.T5ForConditionalGeneration(config).eval().double()
+    model = tiny.model("T5ForConditionalGeneration", d_ff=13, decoder_start_token_id=0).double()
     attach(model)
     encoded = {
         name: torch.tensor([[3, 1, last, 5], [9, 2, last, 7]])

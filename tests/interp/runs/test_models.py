@@ -23,6 +23,7 @@ from interp import (
     sweep,
 )
 from models import CharTokenizer, attach
+from tests import tiny
 from tests.interp.effects.by_hand import changed, close
 from tests.reference import BATCH, HEADS, LAYERS, POS, some_tokens, variant
 from tests.shipped import pydoc
@@ -205,16 +206,9 @@ def test_a_changed_mlp_is_undone_from_its_layer_on():
 
 
 def test_attached_models_may_be_sources():
-    transformers = pytest.importorskip("transformers")
-    sizes = dict(vocab_size=23, hidden_size=12, intermediate_size=13, num_hidden_layers=2)
-    sizes |= dict(num_attention_heads=3, num_key_value_heads=1)
-    models = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        config = transformers.LlamaConfig(**sizes)
-        models.append(transformers.LlamaForCausalLM(config).eval().double())
-        attach(models[-1])
-    tuned, base = models
+    tuned, base = (tiny.model("LlamaForCausalLM", seed).double() for seed in (1, 2))
+    attach(tuned)
+    attach(base)
     result = activation_patching(tuned, PAIRS, "resid_post", ["layer"], source=base)
     with torch.no_grad():
         logits = base(TOKENS, attention_mask=MASK).logits[:, -1]

@@ -1,41 +1,23 @@
 """Random models of `transformers`, and their effects of hidden steps from 4-D masks."""
 
 import torch
-import transformers
+
+from tests import tiny
 
 LAYERS, HEADS, POS, VOCAB, D_MODEL = 3, 4, 17, 31, 24
+SIZES = dict(
+    vocab_size=VOCAB,
+    hidden_size=D_MODEL,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=HEADS,
+)
+GPT2 = ("GPT2LMHeadModel", {})
+LLAMA = ("LlamaForCausalLM", dict(num_key_value_heads=2))
 
 
-def gpt2():
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=19,
-        n_layer=LAYERS,
-        n_head=HEADS,
-        n_embd=D_MODEL,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def llama():
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        max_position_embeddings=19,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=2,
-        hidden_size=D_MODEL,
-        intermediate_size=27,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def random_model(make):
+def random_model(name, sizes):
     """Return a model of `transformers` with enlarged weights, so that effects are large too."""
-    torch.manual_seed(0)
-    model = make().eval().requires_grad_(False)
+    model = tiny.model(name, **SIZES | sizes).requires_grad_(False)
     model.set_attn_implementation("eager")
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.2)

@@ -8,7 +8,7 @@ import torch
 from hooks import CacheError
 from interp import Steps, receiver_heads, run_with_cache
 from models import TransformerConfig, attach, from_hf
-from tests.interp.steps.masked import gpt2, random_model
+from tests.interp.steps.masked import GPT2, random_model
 from tests.reference import randomised
 
 LAYERS, HEADS, POS, VOCAB = 3, 4, 17, 31
@@ -54,7 +54,7 @@ def test_the_kurtosis_is_that_of_scipy(model, distance, lazy):
 
 
 def test_an_attached_model_has_the_patterns_of_transformers():
-    theirs = random_model(gpt2)
+    theirs = random_model(*GPT2)
     out = theirs(torch.tensor([TOKENS]), output_attentions=True)
     wanted = by_hand(torch.cat(out.attentions).double().numpy(), SPANS, 2)
     plain = from_hf(theirs)

@@ -11,6 +11,7 @@ import torch
 from hooks import ModeError
 from interp import Steps, resampled, run_with_cache
 from models import CharTokenizer, Transformer, TransformerConfig, attach, load
+from tests import tiny
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .?\n"
 
@@ -302,18 +303,8 @@ def test_models_continue_by_themselves():
 
 
 def test_attached_models_continue_with_their_generate():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=len(LETTERS),
-        n_positions=64,
-        n_embd=8,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    torch.manual_seed(0)
-    theirs = transformers.GPT2LMHeadModel(config).eval()
+    sizes = dict(vocab_size=len(LETTERS), max_position_embeddings=64)
+    theirs = tiny.model("GPT2LMHeadModel", **sizes, bos_token_id=0, eos_token_id=1)
     with attach(theirs, tokenizer=CharTokenizer(LETTERS)) as attached:
         steps = Steps(theirs, "Ab.", " Cd. Ef 3.")
         state = torch.get_rng_state()

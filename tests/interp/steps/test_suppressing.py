@@ -16,15 +16,16 @@ from hooks.base import peak_bytes
 from interp import Steps, suppressed
 from interp.steps import suppressing
 from models import Transformer, TransformerConfig, attach, from_hf, load
+from tests import tiny
 from tests.interp.steps.masked import (
     D_MODEL,
+    GPT2,
     HEADS,
     LAYERS,
+    LLAMA,
     POS,
     VOCAB,
     by_masks,
-    gpt2,
-    llama,
     random_model,
 )
 from tests.reference import ROTARY, randomised
@@ -35,9 +36,9 @@ FEW_BYTES = 2 * 4 * 4 * VOCAB
 SPANS = [range(0, 3), range(3, 8), range(8, 10), range(10, 16), range(16, 17)]
 
 
-@pytest.mark.parametrize("make", [gpt2, llama])
-def test_hidden_steps_equal_masks_in_transformers(make, monkeypatch):
-    theirs = random_model(make)
+@pytest.mark.parametrize("kind", [GPT2, LLAMA])
+def test_hidden_steps_equal_masks_in_transformers(kind, monkeypatch):
+    theirs = random_model(*kind)
     wanted = by_masks(theirs, TOKENS, SPANS)
     assert wanted.triu(1)[:-2, 2:].diagonal().min() > 0.005
     plain = from_hf(theirs)
@@ -88,7 +89,7 @@ def test_models_that_cannot_be_resumed_and_models_with_hooks_give_the_same():
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_chosen_heads_of_attached_models_equal_edits_of_scores(attention, monkeypatch):
     monkeypatch.setattr(suppressing, "_ENOUGH", 3)
-    theirs = random_model(llama)
+    theirs = random_model(*LLAMA)
     theirs.set_attn_implementation(attention)
     chosen = {0: None, 1: [1, 3]}
     wanted = suppressed(from_hf(theirs), Steps(from_hf(theirs), TOKENS, "", by=SPANS), chosen)
@@ -197,17 +198,15 @@ def test_memory_is_about_one_layer_of_patterns(attention, n_patterns):
 def test_memory_of_an_attached_model_is_below_the_patterns_of_one_layer():
     """No pattern is formed, no logits of all positions (9.6 MB), and one mask for all blocks."""
     n_pos, n_heads, vocab = 600, 4, 4000
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    model = tiny.model(
+        "LlamaForCausalLM",
         vocab_size=vocab,
-        max_position_embeddings=n_pos,
-        num_hidden_layers=5,
-        num_attention_heads=n_heads,
-        num_key_value_heads=2,
         hidden_size=16,
         intermediate_size=900,
-    )
-    model = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+        num_hidden_layers=5,
+        num_attention_heads=n_heads,
+        max_position_embeddings=n_pos,
+    ).requires_grad_(False)
     tokens = [n % vocab for n in range(n_pos)]
     with attach(model):
         steps = Steps(model, tokens, "", by=[range(n, n + 100) for n in range(0, n_pos, 100)])

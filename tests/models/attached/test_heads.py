@@ -11,6 +11,7 @@ from interp import Pairs, activation_patching, edits
 from interp.inputs.texts import padded
 from interp.protocol import logits_of
 from models import attach
+from tests import tiny
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
@@ -18,15 +19,7 @@ WORDS = "[UNK] [PAD] [CLS] [SEP] [MASK] it is a good bad film and not very".spli
 PAD = WORDS.index("[PAD]")
 TEXTS = ["it is a good film", "it is", "not very good and very bad"]
 OTHERS = ["it is a bad film", "not is", "not very bad and very good"]
-SIZES = dict(
-    vocab_size=len(WORDS),
-    hidden_size=12,
-    num_hidden_layers=2,
-    num_attention_heads=3,
-    intermediate_size=17,
-    max_position_embeddings=19,
-    pad_token_id=PAD,
-)
+SIZES = dict(vocab_size=len(WORDS), num_hidden_layers=2, num_attention_heads=3, pad_token_id=PAD)
 
 
 def tokenizer():
@@ -41,9 +34,7 @@ def tokenizer():
 
 def made(name, **options):
     """Return a random model of a class, such as `LlamaForTokenClassification`, in float64."""
-    kind = getattr(transformers, name)
-    torch.manual_seed(0)
-    model = kind(kind.config_class(**SIZES | options)).double().eval()
+    model = tiny.model(name, **SIZES | options).double()
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(0, 0.4)

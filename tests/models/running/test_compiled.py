@@ -14,6 +14,7 @@ from torch.compiler import set_stance
 from hooks import HookedRunner
 from interp import edits
 from models import Transformer, TransformerConfig, attach, generate, generate_steps, generate_text
+from tests import tiny
 from tests.counting import counted
 from tests.models.running.written import FORMS, NEW, PROMPTS, SIZES, build, continued
 
@@ -78,13 +79,10 @@ def test_padding_on_the_right():
 
 
 def test_greedy_matches_transformers():
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     from models.checkpoints import from_hf
 
-    sizes = dict(vocab_size=29, max_position_embeddings=19, num_hidden_layers=3, head_dim=6)
-    sizes |= dict(hidden_size=20, num_attention_heads=4, num_key_value_heads=2)
-    config = transformers.MistralConfig(**sizes, intermediate_size=11, sliding_window=4)
-    theirs = transformers.MistralForCausalLM(config).eval()
+    sizes = dict(vocab_size=29, num_attention_heads=4, num_key_value_heads=2)
+    theirs = tiny.model("MistralForCausalLM", **sizes, sliding_window=4)
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(torch.randn(parameter.shape) * (0.1 if parameter.ndim == 1 else 0.5))
@@ -300,9 +298,7 @@ def test_wrong_options(compiled, message):
 
 @pytest.mark.usefixtures("unchecked")
 def test_other_models_have_their_own_option():
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-    sizes = dict(vocab_size=29, n_positions=19, n_layer=2, n_head=2, n_embd=10)
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    theirs = tiny.model("GPT2LMHeadModel", vocab_size=29, hidden_size=10)
     for function in (generate, generate_steps, generate_text):
         with pytest.raises(TypeError, match='cache_implementation="static"'):
             function(theirs, PROMPTS, max_new_tokens=2, compiled=True)

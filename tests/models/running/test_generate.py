@@ -10,10 +10,9 @@ import torch
 
 from hooks import HookedRunner
 from models import Sampling, Transformer, TransformerConfig, generate, generate_steps, row_generator
+from tests import tiny
 from tests.models.running.written import (
     FORMS,
-    HEADS,
-    LAYERS,
     N_CTX,
     NEW,
     PROMPTS,
@@ -71,12 +70,9 @@ def test_the_error_for_an_attached_model_has_a_line_that_works():
 
 def attached_gpt2():
     """Return a GPT-2 with a tokenizer, and the result of `attach`."""
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     from models import attach, load
 
-    sizes = dict(vocab_size=103, n_positions=16, n_embd=12, n_layer=2, n_head=3)
-    sizes |= dict(bos_token_id=0, eos_token_id=None, pad_token_id=0)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    model = tiny.model("GPT2LMHeadModel", vocab_size=103, bos_token_id=0, pad_token_id=0)
     torch.manual_seed(4)
     for weight in model.parameters():
         if weight.ndim > 1:
@@ -125,15 +121,11 @@ def test_an_attached_model_checks_its_prompts():
         generate_text(model, "x", max_new_tokens="2")
     with pytest.raises(ValueError, match="evaluation mode"):
         generate_text(model.train(), "x", max_new_tokens=2)
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-    sizes = dict(vocab_size=103, d_model=12, d_kv=4, d_ff=8, num_layers=2, num_heads=3)
-    t5 = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**sizes, decoder_start_token_id=0)
-    ).eval()
+    t5 = tiny.model("T5ForConditionalGeneration", vocab_size=103, d_ff=8, decoder_start_token_id=0)
     attach(t5, tokenizer=attached_gpt2()[1].tokenizer)
     with pytest.raises(ValueError, match="got an encoder and a decoder"):
         generate_text(t5, "x", max_new_tokens=2)
-    unattached = transformers.GPT2LMHeadModel(model.config)
+    unattached = tiny.model("GPT2LMHeadModel")
     with pytest.raises(TypeError, match="after attach"):
         generate_text(unattached, "x", max_new_tokens=2)
 
@@ -200,13 +192,10 @@ def test_prompts_and_options_may_come_in_many_types():
 
 
 def test_greedy_matches_transformers():
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     from models.checkpoints import from_hf
 
-    sizes = dict(vocab_size=VOCAB, max_position_embeddings=N_CTX, num_hidden_layers=LAYERS)
-    heads = dict(hidden_size=20, num_attention_heads=HEADS, num_key_value_heads=2, head_dim=6)
-    config = transformers.MistralConfig(**sizes, **heads, intermediate_size=11, sliding_window=4)
-    theirs = transformers.MistralForCausalLM(config).eval()
+    sizes = dict(vocab_size=VOCAB, num_attention_heads=4, num_key_value_heads=2)
+    theirs = tiny.model("MistralForCausalLM", **sizes, sliding_window=4)
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(torch.randn(parameter.shape) * (0.1 if parameter.ndim == 1 else 0.5))

@@ -13,6 +13,7 @@ import interp
 from hooks import HookedRunner
 from interp import Pairs, Result, edits
 from interp.measuring import measure
+from tests import tiny
 from tests.shipped import pydoc
 from tests.streams import SIZES
 
@@ -204,11 +205,7 @@ def test_an_attached_model_reads_every_output_of_a_tokenizer():
     transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     from models import attach
 
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=23, hidden_size=8, num_hidden_layers=2, intermediate_size=11)
-    model = transformers.BertForMaskedLM(
-        transformers.BertConfig(**sizes, num_attention_heads=2)
-    ).eval()
+    model = tiny.model("BertForMaskedLM")
     encoding = transformers.BatchEncoding(
         {
             "input_ids": torch.tensor([[3, 4, 6, 0], [5, 7, 3, 8]]),
@@ -361,11 +358,9 @@ def test_the_runner_reads_texts_and_the_cache_knows_their_tokens(tmp_path):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_an_attached_model_reads_texts(side):
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     from models import attach, from_hf
 
-    sizes = dict(vocab_size=len(WORDS), n_positions=11, n_embd=12, n_layer=2, n_head=3)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).double().eval()
+    model = tiny.model("GPT2LMHeadModel", vocab_size=len(WORDS)).double()
     tokenizer = library_of(WORDS)
     with attach(model, tokenizer=tokenizer) as attached:
         batch = attached.to_tokens(TEXTS, side=side)
@@ -388,11 +383,9 @@ def test_an_attached_model_reads_texts(side):
 
 @pytest.mark.usefixtures("unchecked")
 def test_errors_name_the_object_that_has_the_methods_of_an_attached_model():
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     from models import attach
 
-    sizes = dict(vocab_size=30, n_positions=11, n_embd=12, n_layer=2, n_head=3)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    model = tiny.model("GPT2LMHeadModel", vocab_size=30)
     attached = attach(model)
     with pytest.raises(ValueError, match=r"set attached\.tokenizer") as caught:
         model("the cat")
@@ -428,11 +421,9 @@ def nats(logits, token):
 
 def attached_gpt2():
     """Return a GPT-2 with a tokenizer of words, and the result of `attach`."""
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     from models import attach
 
-    sizes = dict(vocab_size=30, n_positions=11, n_embd=12, n_layer=2, n_head=3)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    model = tiny.model("GPT2LMHeadModel", vocab_size=30)
     return model.requires_grad_(False), attach(model, tokenizer=Spaced())
 
 
