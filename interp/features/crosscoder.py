@@ -104,10 +104,7 @@ class Crosscoder(plots.Shown, nn.Module):
             "center": (center, "member d_model"),
             "scale": (scale, "member"),
         }
-        thresholds = {
-            name: (threshold if threshold.ndim else None, "feature")
-            for name, threshold in activation.named_buffers()
-        }
+        thresholds = {name: (tensor, "feature") for name, tensor in activation.named_buffers()}
         sizes = {
             "member": n_members,
             "feature": n_features,
