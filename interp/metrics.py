@@ -3,11 +3,11 @@
 The numbers are in float32 when the logits are in half precision.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks.base import (
@@ -75,7 +75,7 @@ def logit_diff(right: "SeveralTokens", wrong: "SeveralTokens", pos: "Tokens" = -
         return logits.gather(1, right).mean(1) - logits.gather(1, wrong).mean(1)
 
     tokens = {"right": right, "wrong": wrong}
-    return _of_tokens(logit_diff, "logits", tokens, pos=pos, score=score, most=2)
+    return _of_tokens(_Score(logit_diff, "logits", score, most=2), tokens, pos)
 
 
 @explains_calls
@@ -99,7 +99,7 @@ def log_prob(token: Tokens, pos: Tokens = -1) -> Metric:
     def score(logits: Tensor, token: Tensor) -> Tensor:
         return logits.log_softmax(-1).gather(1, token).squeeze(1)
 
-    return _of_tokens(log_prob, "nats", {"token": token}, pos=pos, score=score)
+    return _of_tokens(_Score(log_prob, "nats", score), {"token": token}, pos)
 
 
 @explains_calls
@@ -124,7 +124,7 @@ def accuracy(token: Tokens, pos: Tokens = -1) -> Metric:
     def score(logits: Tensor, token: Tensor) -> Tensor:
         return _unless_nan(logits.argmax(-1) == token[:, 0], logits)
 
-    return _of_tokens(accuracy, "", {"token": token}, pos=pos, score=score)
+    return _of_tokens(_Score(accuracy, "", score), {"token": token}, pos)
 
 
 @explains_calls
@@ -148,7 +148,7 @@ def rank(token: Tokens, pos: Tokens = -1) -> Metric:
     def score(logits: Tensor, token: Tensor) -> Tensor:
         return _unless_nan((logits > logits.gather(1, token)).sum(-1), logits)
 
-    return _of_tokens(rank, "ranks", {"token": token}, pos=pos, score=score)
+    return _of_tokens(_Score(rank, "ranks", score), {"token": token}, pos)
 
 
 @explains_calls
@@ -188,32 +188,13 @@ def cross_entropy(
     if not isinstance(text, Text):
         if attention_mask is not None:
             raise ValueError(padding_messages.second_mask(f"a {type(tokens).__name__}"))
-
-        def read(model: nn.Module) -> Metric:
-            return cross_entropy(text_for(model, tokens), pos)
-
-        made_by = MetricCall(cross_entropy, {"tokens": tokens, "pos": pos})
-        call = f"cross_entropy(texts{_pos_in_call(pos)})"
-        return WordedMetric(call=call, last=0, unit="nats", read=read, made_by=made_by)
-    text = text.of_logits
-    if attention_mask is not None:
-        if text.attention_mask is not None:
-            raise ValueError(padding_messages.second_mask("texts with a mask"))
-        text = replace(text, attention_mask=attention_mask)
+        return _cross_entropy_of_words(tokens, pos)
+    text = _masked(text.of_logits, attention_mask)
     predicted = text.tokens
     if predicted.ndim != 2:
         raise ValueError(f"tokens must be [batch, pos]; got {list(predicted.shape)}")
-    is_real = text.real
-    is_prediction = is_real[:, 1:] & is_real[:, :-1]
-    is_selected = None if pos is None else _positions_of_metric(pos).inside(is_real, "pos")
-    if is_selected is not None:
-        is_prediction = is_prediction & is_selected[:, :-1]
-    if not is_prediction.any(1).all():
-        example = int((~is_prediction.any(1)).nonzero()[0])
-        where = "" if pos is None else f" at pos={_positions_of_metric(pos)}"
-        raise ValueError(
-            f"a text must have a next token to predict; got none in example {example}{where}"
-        )
+    is_selected = None if pos is None else _positions_of_metric(pos).inside(text.real, "pos")
+    is_prediction = _are_predictions(text.real, pos, is_selected)
     next_tokens = predicted[:, 1:].where(is_prediction, 0)
 
     def metric(logits: Tensor) -> Tensor:
@@ -239,6 +220,63 @@ def cross_entropy(
             {"tokens": predicted, "pos": is_selected, "attention_mask": text.attention_mask},
         ),
     )
+
+
+def _cross_entropy_of_words(tokens: Texts, pos: Index | None) -> Metric:
+    """Return `cross_entropy` of texts that a model must first convert to tokens."""
+
+    def read(model: nn.Module) -> Metric:
+        return cross_entropy(text_for(model, tokens), pos)
+
+    return WordedMetric(
+        call=f"cross_entropy(texts{_pos_in_call(pos)})",
+        last=0,
+        unit="nats",
+        read=read,
+        made_by=MetricCall(cross_entropy, {"tokens": tokens, "pos": pos}),
+    )
+
+
+def _masked(text: Text, attention_mask: Mask | None) -> Text:
+    """Return a text with a mask.
+
+    Raises:
+        ValueError: if the text has a mask already.
+    """
+    if attention_mask is None:
+        return text
+    if text.attention_mask is not None:
+        raise ValueError(padding_messages.second_mask("texts with a mask"))
+    return replace(text, attention_mask=attention_mask)
+
+
+def _are_predictions(
+    is_real: Bool[Tensor, "batch pos"],
+    pos: Index | None,
+    is_selected: Bool[Tensor, "batch pos"] | None,
+) -> Bool[Tensor, "batch _next"]:
+    """Return whether each position but the last has a prediction that `cross_entropy` uses.
+
+    A prediction is of a real token, from a selected real token.
+
+    Args:
+        is_real: True at real tokens.
+        pos: the selection, for the error.
+        is_selected: True at the selected positions; None if all are selected.
+
+    Raises:
+        ValueError: if an example has no prediction.
+    """
+    is_prediction = is_real[:, 1:] & is_real[:, :-1]
+    if is_selected is not None:
+        is_prediction = is_prediction & is_selected[:, :-1]
+    if not is_prediction.any(1).all():
+        example = int((~is_prediction.any(1)).nonzero()[0])
+        where = "" if pos is None else f" at pos={_positions_of_metric(pos)}"
+        raise ValueError(
+            f"a text must have a next token to predict; got none in example {example}{where}"
+        )
+    return is_prediction
 
 
 def _positions_of_metric(pos: Index) -> Selection:
@@ -320,76 +358,109 @@ def kl_divergence(
     )
 
 
-def _of_tokens(
-    make: Callable[..., Metric],
-    unit: str,
-    tokens: Mapping[str, SeveralTokens],
-    pos: Tokens,
-    score: Callable[..., Tensor],
-    most: int = 1,
-) -> Metric:
+@dataclass(frozen=True)
+class _Score:
+    """A score of some tokens by the logits at one position.
+
+    Attributes:
+        make: the function that creates the metric.
+        unit: the unit of the metric.
+        function: a function of the logits [batch, vocab] and the tokens [batch, n] of each
+            argument.
+        most: the largest number of axes of the tokens of an argument: 1 for one token for each
+            example, 2 for several tokens for each example.
+    """
+
+    make: Callable[..., Metric]
+    unit: str
+    function: Callable[..., Tensor]
+    most: int = 1
+
+
+def _of_tokens(score: _Score, tokens: Mapping[str, SeveralTokens], pos: Tokens) -> Metric:
     """Return a metric that scores some tokens by the logits at one position.
 
     Args:
-        make: the function that creates the metric.
-        unit: the unit of the metric.
-        tokens: the tokens of each argument of `score`, by the name of the argument of `make`.
+        score: the score.
+        tokens: the tokens of each argument of `score.function`, by the name of the argument of
+            `score.make`.
         pos: the position; see `logit_diff`.
-        score: a function of the logits [batch, vocab] and the tokens [batch, n] of each argument.
-        most: the largest number of axes of each argument in `tokens`: 1 for one token for each
-            example, 2 for several tokens for each example.
     """
-    at = Position(pos)
-    name = make.__name__
-    call = f"{name}({', '.join(map(short, tokens.values()))}, pos={short(pos)})"
     if any(map(is_worded, tokens.values())):
-
-        def read(model: nn.Module) -> Metric:
-            ids = {argument: token_ids(model, value) for argument, value in tokens.items()}
-            return _of_tokens(make, unit, ids, pos=pos, score=score, most=most)
-
-        continues = name in ("log_prob", "accuracy") and at.where == _LAST
-        return WordedMetric(
-            call=call,
-            last=at.last,
-            unit=unit,
-            read=read,
-            answers=next(iter(tokens.values())) if continues else None,
-            score=name,
-            is_at_last=at.where == _LAST,
-            made_by=MetricCall(make, {**tokens, "pos": pos}),
-        )
-    ids_by_argument = {argument: tokens_of(value, most) for argument, value in tokens.items()}
+        return _of_words(score, tokens, pos)
+    at = Position(pos)
+    ids_by_argument = {argument: tokens_of(value, score.most) for argument, value in tokens.items()}
     ids = [*ids_by_argument.values()]
     with_largest = [(argument, int(argument.max())) for argument in ids]
-
-    def call_in_words(write: Writer) -> str:
-        arguments = []
-        for argument in ids:
-            # If all examples have the same token, write it once.
-            is_same = argument.ndim and bool((argument == argument[0]).all())
-            argument = argument[0] if is_same else argument
-            arguments.append(short(write(argument.tolist())))
-        if pos != -1:
-            arguments.append(f"pos={short(pos)}")
-        return f"{name}({', '.join(arguments)})"
 
     def metric(logits: Tensor) -> Tensor:
         logits_read = at(logits)
         tokens_read = [
             fitting(argument, largest, logits_read) for argument, largest in with_largest
         ]
-        return score(logits_read, *tokens_read)
+        return score.function(logits_read, *tokens_read)
 
     return TokenMetric(
-        call=call,
+        call=_call(score, tokens, pos),
         last=at.last,
-        unit=unit,
+        unit=score.unit,
         function=metric,
         at=at,
-        call_in_words=call_in_words,
-        made_by=MetricCall(make, {**ids_by_argument, "pos": as_positions(pos)}),
+        call_in_words=lambda write: _call_in_words(score, ids, pos, write),
+        made_by=MetricCall(score.make, {**ids_by_argument, "pos": as_positions(pos)}),
     )
+
+
+def _of_words(score: _Score, tokens: Mapping[str, SeveralTokens], pos: Tokens) -> Metric:
+    """Return the metric of tokens that are texts, which a model must first convert to tokens.
+
+    Args:
+        score, tokens, pos: see `_of_tokens`.
+    """
+    at = Position(pos)
+    name = score.make.__name__
+    is_at_last = at.where == _LAST
+    continues = name in ("log_prob", "accuracy") and is_at_last
+
+    def read(model: nn.Module) -> Metric:
+        ids = {argument: token_ids(model, value) for argument, value in tokens.items()}
+        return _of_tokens(score, ids, pos)
+
+    return WordedMetric(
+        call=_call(score, tokens, pos),
+        last=at.last,
+        unit=score.unit,
+        read=read,
+        answers=next(iter(tokens.values())) if continues else None,
+        score=name,
+        is_at_last=is_at_last,
+        made_by=MetricCall(score.make, {**tokens, "pos": pos}),
+    )
+
+
+def _call(score: _Score, tokens: Mapping[str, SeveralTokens], pos: Tokens) -> str:
+    """Return the call that creates a metric, such as `rank(5, pos=-1)`."""
+    return f"{score.make.__name__}({', '.join(map(short, tokens.values()))}, pos={short(pos)})"
+
+
+def _call_in_words(score: _Score, ids: Sequence[Tensor], pos: Tokens, write: Writer) -> str:
+    """Return the call that creates a metric, with tokens as texts, such as `rank(' the')`.
+
+    Args:
+        score: the score.
+        ids: the tokens of each argument.
+        pos: the position. The last position, -1, is left out.
+        write: a function that returns the text of each token.
+    """
+    arguments = []
+    for argument in ids:
+        # If all examples have the same token, write it once.
+        is_same = argument.ndim and bool((argument == argument[0]).all())
+        argument = argument[0] if is_same else argument
+        arguments.append(short(write(argument.tolist())))
+    if pos != -1:
+        arguments.append(f"pos={short(pos)}")
+    return f"{score.make.__name__}({', '.join(arguments)})"
 
 
 def _unless_nan(values: Tensor, logits: Tensor) -> Tensor:
