@@ -22,16 +22,15 @@ TEXT = tiny.SIZES | dict(
     pad_token_id=0,
     bos_token_id=1,
 )
-TOWER = dict(
-    hidden_size=16, intermediate_size=14, num_hidden_layers=2, num_attention_heads=2, patch_size=4
-)
+PATCHES = dict(hidden_size=16, patch_size=4)
+TOWER = PATCHES | dict(num_hidden_layers=2)
 EARS = dict(
     num_mel_bins=8, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=14, d_model=16
 )
 BOTH = dict(
     vocab_size=61,
     hidden_size=16,
-    max_position_embeddings=32,
+    encoder_layers=2,
     decoder_start_token_id=2,
     pad_token_id=0,
     bos_token_id=1,
@@ -59,7 +58,7 @@ def tokens_with(n, mark=IMAGE, rows=2):
 
 
 def llava():
-    vision = transformers.CLIPVisionConfig(**TOWER, image_size=12)
+    vision = tiny.config("CLIPVisionConfig", **TOWER, image_size=12)
     config = transformers.LlavaConfig(
         vision_config=vision,
         text_config=transformers.LlamaConfig(**TEXT),
@@ -72,7 +71,7 @@ def llava():
 
 
 def paligemma():
-    vision = transformers.SiglipVisionConfig(**TOWER, image_size=12)
+    vision = tiny.config("SiglipVisionConfig", **TOWER, image_size=12)
     config = transformers.PaliGemmaConfig(
         vision_config=vision.to_dict() | {"projection_dim": WIDTH},
         text_config=transformers.GemmaConfig(**TEXT).to_dict(),
@@ -87,7 +86,7 @@ def paligemma():
 
 
 def mistral3():
-    vision = transformers.PixtralVisionConfig(**TOWER, image_size=16, head_dim=8)
+    vision = tiny.config("PixtralVisionConfig", **TOWER, image_size=16, head_dim=8)
     config = transformers.Mistral3Config(
         vision_config=vision,
         text_config=transformers.MistralConfig(**TEXT),
@@ -105,7 +104,7 @@ def mistral3():
 
 def idefics3():
     config = transformers.Idefics3Config(
-        vision_config=TOWER | dict(image_size=16),
+        vision_config=tiny.config("Idefics3VisionConfig", **TOWER, image_size=16),
         text_config=transformers.LlamaConfig(**TEXT),
         image_token_id=IMAGE,
         scale_factor=2,
@@ -114,13 +113,9 @@ def idefics3():
     return transformers.Idefics3ForConditionalGeneration(config), given
 
 
-QWEN_TOWER = dict(
+QWEN_TOWER = PATCHES | dict(
     depth=3,
-    hidden_size=16,
-    intermediate_size=14,
     num_heads=2,
-    in_channels=3,
-    patch_size=4,
     spatial_merge_size=2,
     temporal_patch_size=1,
     out_hidden_size=WIDTH,
@@ -148,7 +143,9 @@ def qwen3_vl(rows=1):
     )
     config = transformers.Qwen3VLConfig(
         text_config=TEXT | dict(rope_parameters=rope),
-        vision_config=QWEN_TOWER | dict(deepstack_visual_indexes=[0, 1]),
+        vision_config=tiny.config(
+            "Qwen3VLVisionConfig", **QWEN_TOWER, deepstack_visual_indexes=[0, 1]
+        ),
         **QWEN,
     )
     return transformers.Qwen3VLForConditionalGeneration(config), of_qwen(rows)
@@ -170,7 +167,9 @@ def qwen3_5(rows=1):
         linear_value_head_dim=6,
     )
     config = transformers.Qwen3_5Config(
-        text_config=TEXT | linear | dict(rope_parameters=rope), vision_config=QWEN_TOWER, **QWEN
+        text_config=TEXT | linear | dict(rope_parameters=rope),
+        vision_config=tiny.config("Qwen3_5VisionConfig", **QWEN_TOWER),
+        **QWEN,
     )
     return transformers.Qwen3_5ForConditionalGeneration(config), of_qwen(rows)
 
@@ -234,15 +233,15 @@ def whisper():
 
 
 def vit():
-    config = transformers.ViTConfig(**TOWER, image_size=12, num_labels=9)
-    return transformers.ViTForImageClassification(config), dict(pixel_values=drawn(2, 3, 12, 12))
+    model = tiny.model("ViTForImageClassification", **TOWER, image_size=12, num_labels=9)
+    return model, dict(pixel_values=drawn(2, 3, 12, 12))
 
 
 def clip():
     tokens = dict(vocab_size=61, bos_token_id=1, eos_token_id=2, pad_token_id=0)
     config = transformers.CLIPConfig(
         text_config=tiny.config("CLIPTextConfig", hidden_size=16, **tokens),
-        vision_config=TOWER | dict(image_size=12),
+        vision_config=tiny.config("CLIPVisionConfig", **TOWER, image_size=12),
         projection_dim=12,
     )
     given = dict(input_ids=tokens_with(1), pixel_values=drawn(2, 3, 12, 12))

@@ -192,18 +192,9 @@ def planted(size=3.0):
     vector.
     """
     torch.manual_seed(0)
-    config = TransformerConfig(
-        vocab_size=7,
-        n_ctx=5,
-        n_layers=2,
-        n_heads=2,
-        d_model=8,
-        d_mlp=11,
-        tied_unembed=False,
-        final_norm=False,
-        positions="none",
-    )
-    model = Transformer(config).double().eval()
+    sizes = dict(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=8, d_mlp=11)
+    options = dict(tied_unembed=False, final_norm=False, positions="none")
+    model = Transformer(TransformerConfig(**sizes, **options)).double().eval()
     for weight in model.parameters():
         weight.data.normal_(0, 0.02)
     vector = torch.randn(8).double()

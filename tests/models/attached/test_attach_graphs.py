@@ -21,23 +21,16 @@ from interp import (
 from models import attach, from_hf
 from models.attached.view import PlainView
 from models.checkpoints.huggingface.families import FAMILIES
-from tests.attachable import HEADS, KV_HEADS, VOCAB, agree, made
+from tests.attachable import HEADS, KV_HEADS, agree, made
 from tests.decoders import FOREIGN, KINDS, KNOWN
+from tests.models.attached.graphs import CLEAN, OTHER, PAIRS, metric
 
 close = functools.partial(agree, tolerance=2e-5)
 
-CLEAN, OTHER = torch.randint(1, VOCAB, (2, 3, 7), generator=torch.Generator().manual_seed(3))
 REFUSED = {
     "bert": "not of the sum with the stream",
     "doge": "a stream that is kept, up to a number",
 }
-
-
-def metric(logits):
-    return logits[:, -1, 3] - logits[:, -1, 5]
-
-
-PAIRS = Pairs(CLEAN, OTHER, metric=metric)
 
 
 @pytest.mark.sampled(16)

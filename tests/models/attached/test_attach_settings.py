@@ -143,22 +143,9 @@ def test_a_term_of_attention_that_rounding_hides_is_found(dtype, monkeypatch):
 
 @pytest.mark.skipif("inkling_text" not in transformers.CONFIG_MAPPING, reason="needs Inkling")
 def test_a_bias_by_distance_is_in_the_pattern():
-    sizes = dict(
-        intermediate_size=24,
-        moe_intermediate_size=12,
-        n_routed_experts=5,
-        num_experts_per_tok=2,
-        swa_num_attention_heads=4,
-        swa_num_key_value_heads=2,
-        swa_head_dim=10,
-    )
-    config = transformers.CONFIG_MAPPING["inkling_text"](**attachable.SIZES | sizes)
-    torch.manual_seed(1)
-    model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
-    for name, weight in model.named_parameters():
-        if "rel_logits_proj" in name:
-            torch.nn.init.normal_(weight, std=0.5)
-    model.set_attn_implementation("eager")
+    config = attachable.config_of("inkling_text")
+    config.swa_head_dim = 10  # another size than the head_dim of other layers
+    model = attachable.made("inkling_text", "eager", config)
     tokens = torch.arange(7)[None]
     with torch.no_grad():
         wanted = model(tokens, output_attentions=True).attentions

@@ -302,18 +302,10 @@ def test_points_that_would_not_hold_are_left_out(part, code, point, why):
 # Hybrid models: a block is a single mixer (attention, a state space or an MLP), or contains mixers
 # of several kinds.
 MAMBA = dict(mamba_n_heads=4, mamba_d_head=12, mamba_n_groups=1, mamba_d_state=6, mamba_d_conv=3)
-NEMOTRON = dict(
+NEMOTRON = attachable.MORE.get("nemotron_h", {}) | dict(
     layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "moe"],
     num_hidden_layers=5,
-    n_routed_experts=N,
-    moe_intermediate_size=12,
-    moe_shared_expert_intermediate_size=16,
-    mamba_num_heads=4,
-    mamba_head_dim=12,
-    n_groups=1,
-    ssm_state_size=6,
     conv_kernel=3,
-    chunk_size=4,
 )
 MIXTURE = attachable.GROUPS["experts"]
 COHERE = MIXTURE | dict(num_shared_experts=2)

@@ -19,18 +19,11 @@ from interp import (
 from interp.graph.circuit import Circuit
 from interp.graph.mib import read_mib, write_mib
 from models import attach
-from tests.attachable import HEADS, MODELS, MORE, VOCAB, agree, made
+from tests.attachable import HEADS, MODELS, MORE, agree, made
+from tests.models.attached.graphs import CLEAN, OTHER, PAIRS, metric
 
 close = functools.partial(agree, tolerance=1e-4)
 
-CLEAN, OTHER = torch.randint(2, VOCAB, (2, 3, 7), generator=torch.Generator().manual_seed(3))
-
-
-def metric(logits):
-    return logits[:, -1, 3] - logits[:, -1, 5]
-
-
-PAIRS = Pairs(CLEAN, OTHER, metric=metric)
 # The nodes of each block besides the MLP; then the norm before the MLP, the MLP and the last norm.
 KINDS = {
     "deepseek_v3": (["a0", "a1"], "post_attention_layernorm", "mlp", "norm"),
