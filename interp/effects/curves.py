@@ -140,7 +140,7 @@ def circuit_curve(
     Returns:
         Three curves of faithfulness [edges, example]: of the edges that help most, of the edges
         with the largest effects of either sign, and of random edges. `cpr` and `cmd` are the areas
-        that MIB reports.
+        that MIB reports. They are printed as shares of target - base; see `faithfulness`.
 
     Raises:
         ValueError: for the reasons of `faithfulness`, or if shares do not increase from above 0 to

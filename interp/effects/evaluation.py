@@ -57,7 +57,9 @@ def faithfulness(
 
     Returns:
         Shares [circuit, example], without a unit: 1 if the circuit does as well as the whole model.
-        The labels of `circuit` are `circuit` and `random`.
+        The labels of `circuit` are `circuit` and `random`. They are printed as shares of target -
+        base: `base` is the metric of ∅, whose share is 0, and `target` is the metric of M, whose
+        share is 1.
 
     Raises:
         ValueError: if the circuit belongs to another model, or the metric is the same for M and ∅.
@@ -135,7 +137,7 @@ class CircuitScores(plots.Shown):
         size = sizes_in_words(("node", "example"), self.minimality.shape)
         lines = [
             f"CircuitScores: {size}, in {self.faithfulness.unit}",
-            "base: no edge, target: the whole model",
+            "0 is the base: no edge; 1 is the target: the whole model",
             f"faithfulness {faithful[0].numbers}",
             *aligned_rows(rows),
         ]
@@ -168,7 +170,8 @@ def evaluate_circuit(
         model, pairs, circuit, source, max_bytes, progress: see `faithfulness`.
 
     Returns:
-        The three criteria, as shares without a unit.
+        The three criteria, as shares of target - base without a unit. The base is the run in which
+        every edge carries values of the source, and the target is the whole model.
 
     Raises:
         ValueError: if the circuit has no edge, or for the reasons of `faithfulness`.
@@ -185,7 +188,7 @@ def evaluate_circuit(
     >>> other_pairs = Pairs("    def __ini", "    def __nam", ("t", "e"))
     >>> evaluate_circuit(model, other_pairs, circuit)  # doctest: +ELLIPSIS
     CircuitScores: 6 nodes x 1 example, in shares of target - base
-      base: no edge, target: the whole model
+      0 is the base: no edge; 1 is the target: the whole model
       faithfulness +0.6262
       without  completeness  minimality
       input    ...e-08    +0.6262

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 _FORMAT = "hookscope-result-2"
 _TUPLES = ("axes", "bounds", "counts", "groups")
 _LARGEST_SHARE = 10
+_SHARES = "shares of target - base"
 
 # `help` prints these names instead of the types.
 LabelsByAxis = Mapping[str, Sequence[Any]]
@@ -299,6 +300,12 @@ class Result(plots.Shown):
         >>> effects = Result(torch.tensor([[1.0, 3.0]]), ("layer", "example"), base, target)
         >>> effects.normalized().mean()  # the mean effect 2 divided by the mean difference 5
         tensor([0.4000])
+
+        A printed result says which run is 0 and which is 1. In a result of `activation_patching`,
+        the base is the run that is edited, and the target is the run that the values come from:
+
+        >>> print(str(effects.normalized()).splitlines()[0])
+        Result: 1 layer x 2 examples, in shares of target - base (0: base run, 1: target run)
         """
         result = shares_of(self, per_example)
         # Shares were divided before.
@@ -808,6 +815,8 @@ class Result(plots.Shown):
                 runs.append(f"{name} {metrics.mean().item():+.4g}")
         lines = [", ".join(facts), ", ".join(runs), *repr(self.top(3)).splitlines()]
         unit = f", in {self.unit}" if self.unit else ""
+        if self.unit == _SHARES:
+            unit += " (0: base run, 1: target run)"
         return "\n  ".join([title + unit, *filter(None, lines)])
 
 
@@ -832,7 +841,7 @@ def shares_of(result: Result, per_example: bool = False) -> Result:
         values=result.values / scale,
         base=torch.zeros_like(base),
         target=gap / scale,
-        unit="shares of target - base",
+        unit=_SHARES,
         is_ratio=not per_example,
         bounds=None,
         counts=None,

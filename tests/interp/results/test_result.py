@@ -332,6 +332,9 @@ def test_a_result_prints_its_axes_and_largest_effects(result):
     assert "denoising" in lines[1]
     assert f"{result.base.mean():+.4g}" in lines[2]
     assert lines[3:] == [f"  {line}" for line in repr(result.top(3)).splitlines()]
+    # Shares say which run is 0 and which is 1.
+    title = repr(result.normalized()).splitlines()[0]
+    assert title.endswith(", in shares of target - base (0: base run, 1: target run)")
     bare = repr(Result(torch.ones(2, 3), ("head", "example"))).splitlines()
     assert bare == [
         "Result: 2 heads x 3 examples",
