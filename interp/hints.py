@@ -45,6 +45,18 @@ def _harvest_arguments() -> dict[str, str]:
 
 _HUB = "load_sae('owner/repository/folder') downloads a dictionary from the hub"
 _LAYER = "name the layer in site=, such as site='blocks.2.resid_post'"
+# Words of other libraries and of papers for the number that multiplies a steering vector.
+_STRENGTHS = (
+    "strength",
+    "multiplier",
+    "coefficient",
+    "coeff",
+    "coef",
+    "alpha",
+    "factor",
+    "magnitude",
+    "weight",
+)
 _ARGUMENTS = _harvest_arguments() | {
     "splice.*": "several dictionaries are one mapping, {point: dictionary}",
     "Result.mean.axis": "mean() is over examples; result.values.mean(dim) is over an axis",
@@ -65,6 +77,10 @@ _ARGUMENTS = _harvest_arguments() | {
     "direct_logit_attribution.tokens": "use right= and wrong=",
     "direct_logit_attribution.answers": "use right= and wrong=",
     "Result.top.abs": "places are sorted by the absolute value of the mean effect",
+    "mean.over": "it is now across=",
+    **{f"add.{name}": "use scale=" for name in _STRENGTHS},
+    "noise.std": "use scale=",
+    "noise.sigma": "use scale=",
     "mean.reference": "such as edits.mean(cache, across=('batch', 'pos'), head=0)",
     "replace.source": "such as edits.replace(cache, head=0)",
     "add.vector": "such as edits.add(direction, scale=2.0)",

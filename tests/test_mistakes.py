@@ -311,6 +311,9 @@ edits.zero(3)                                                   | TypeError | 3.
 edits.zero(heads=3)                                             | UnknownNameError | heads.*head
 edits.zero(head='3')                                            | TypeError | '3'
 edits.scale('2')                                                | TypeError | '2'
+edits.add(torch.ones(128), strength=2)                          | TypeError | edits.add takes no argument strength=; use scale=
+edits.add(torch.ones(128), scale=2).at(alpha=2)                 | TypeError | alpha=; use scale=
+edits.noise(1.0, std=2)                                         | TypeError | std=; use scale=
 edits.add(np.ones(128))                                         | TypeError | float64 array .128
 edits.add('embed')                                              | TypeError | 'embed'
 edits.add([1.0, 2.0])                                           | TypeError | as_tensor

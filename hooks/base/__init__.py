@@ -67,7 +67,14 @@ from hooks.base.errors import (
     unknown_name,
 )
 from hooks.base.hashes import config_hash, weights_hash, without_hashes
-from hooks.base.hints import HintedClass, Hints, HintsAtNames, attribute_hint, unknown_point
+from hooks.base.hints import (
+    HintedClass,
+    Hints,
+    HintsAtNames,
+    argument_hint,
+    attribute_hint,
+    unknown_point,
+)
 from hooks.base.kinds import (
     HasLogits,
     logits_in,
@@ -157,6 +164,7 @@ __all__ = [
     "all_to_device",
     "are_metric_rounding",
     "are_reproduced",
+    "argument_hint",
     "as_text",
     "at_least_float32",
     "attribute_hint",

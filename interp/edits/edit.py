@@ -11,7 +11,14 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from hooks import ActivationCache, EditError, Point
-from hooks.base import Index, Selection, number_of_call, to_device, unknown_name
+from hooks.base import (
+    Index,
+    Selection,
+    argument_hint,
+    number_of_call,
+    to_device,
+    unknown_name,
+)
 from interp.edits.padding import require_real_source
 from interp.edits.places import Region, Where, first_column, locate_part, selects_end
 from interp.edits.sources import ValueSource, Vectors
@@ -89,14 +96,19 @@ class Edit:
             ValueError: if the edit already selects along one of these axes.
             UnknownNameError: if an axis looks like a misspelt standard axis. Other names may be
                 axes of points that you define.
-            TypeError: if an index is not accepted by `Selection`.
+            TypeError: if an index is not accepted by `Selection`, or if the axis is a usual name
+                for an argument of the edit, such as `strength` for `scale`.
 
         >>> from interp import edits
         >>> edits.zero(head=3).at(pos=-1)
         edits.zero(head=3, pos=-1)
         """
         for axis in where:
-            if axis not in (*AXES, CALL) and difflib.get_close_matches(axis, AXES, cutoff=0.8):
+            if axis in (*AXES, CALL):
+                continue
+            if advice := argument_hint(f"{self.name}.{axis}"):
+                raise TypeError(f"edits.{self.name} takes no argument {axis}=; {advice}")
+            if difflib.get_close_matches(axis, AXES, cutoff=0.8):
                 raise unknown_name(axis, AXES, "axis")
         for axis in where:
             if axis in self.where:

@@ -196,8 +196,6 @@ def mean(
     >>> edit(torch.zeros(1, 2), Point("any", ("batch", "pos")))
     tensor([[2., 5.]])
     """
-    if "over" in where:
-        raise TypeError("edits.mean takes no argument over=; it is now across=")
     require_kind("across", across, (str, tuple, list), "a name of an axis, or several names")
     averaged_axes = (across,) if isinstance(across, str) else tuple(across)
     if not averaged_axes:
