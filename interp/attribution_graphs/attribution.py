@@ -20,6 +20,7 @@ from interp.attribution_graphs import influence
 from interp.attribution_graphs.descent import TARGETS_AT_ONCE, Descent, Targets
 from interp.attribution_graphs.frozen import FrozenRun, require_one_text
 from interp.attribution_graphs.targets import (
+    AnswersOfTargets,
     ChosenTargets,
     answers_of_targets,
     chosen_targets,
@@ -126,8 +127,7 @@ def attribution_graph(
     n_pos = one_text.tokens.shape[1]
     require_integer("pos", pos, least=-n_pos, most=n_pos - 1)
     answers = answers_of_targets(model, one_text, targets, pos=pos)
-    is_several = len(answers.rest) == 2 or any(len(tokens) > 1 for tokens in answers.rest)
-    if is_several and pos != -1:
+    if _are_several(answers) and pos != -1:
         raise ValueError(f"pos must be left out if targets are answers; got {pos}")
     run = FrozenRun(
         model=model,
@@ -136,25 +136,21 @@ def attribution_graph(
         first=first,
         answers=answers.rest,
     )
-    if len(answers.rest) == 2:
-        chosen = targets_of_contrast(run, answers)
-    elif is_several:
-        chosen = targets_of_answer(run, answers)
-    else:
+    if not _are_several(answers):
         # An answer of one token is a list of one target.
         listed = [token for (token,) in answers.rest] or targets
         chosen = chosen_targets(
             model, run, targets=listed, desired_prob=desired_prob, pos=pos % n_pos
         )
+    elif len(answers.rest) == 2:
+        chosen = targets_of_contrast(run, answers)
+    else:
+        chosen = targets_of_answer(run, answers)
     if not chosen.logits and not chosen.features:
         raise ValueError("targets must contain at least one target; got none")
     n_features = max(len(chosen.features), min(max_features, len(run.layer)))
     table = _Table(run=run, targets=chosen, n_features=n_features, attention=attention)
-    bytes_each = _TENSORS * run.tokens.numel() * run.model.config.d_model * table.rows.itemsize
-    batch = max(1, min(TARGETS_AT_ONCE, max_bytes // bytes_each))
-    with progress_bar("rows of effects", total=len(table.rows)) as count:
-        while table.n_filled < len(table.rows):
-            count(table.fill(*table.next_targets(batch)))
+    table.fill_all(max_bytes)
     graph = table.graph()
     if not (gap := max(graph.gap, graph.attention_gap if attention else 0.0)) <= _LARGEST_GAP:
         raise ValueError(
@@ -162,6 +158,11 @@ def attribution_graph(
             "part of the model is not supported"
         )
     return graph
+
+
+def _are_several(answers: AnswersOfTargets) -> bool:
+    """Return whether the run reads answers: two answers, or one answer of several tokens."""
+    return len(answers.rest) == 2 or any(len(tokens) > 1 for tokens in answers.rest)
 
 
 class _Table:
@@ -199,6 +200,15 @@ class _Table:
         self._attention_gap = 0.0 if attention else math.nan
         self._has_row = torch.zeros(len(run.layer), dtype=torch.bool, device=device)
         self._waiting = torch.tensor(targets.features, dtype=torch.long, device=device)
+
+    def fill_all(self, max_bytes: int) -> None:
+        """Fill all rows, in batches of at most this many bytes, but of at least one row."""
+        config = self._run.model.config
+        bytes_each = _TENSORS * self._run.tokens.numel() * config.d_model * self.rows.itemsize
+        batch = max(1, min(TARGETS_AT_ONCE, max_bytes // bytes_each))
+        with progress_bar("rows of effects", total=len(self.rows)) as count:
+            while self.n_filled < len(self.rows):
+                count(self.fill(*self.next_targets(batch)))
 
     def next_targets(self, batch: int) -> tuple[Targets, Int[Tensor, " target"] | None]:
         """Return the targets that the next rows of the table explain, at most `batch` rows.

@@ -12,7 +12,7 @@ directions, for the next text, and for models that are exchanged.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -477,36 +477,45 @@ def compare_models(
         rows = models.read(texts)
         measured = stream_change(models, rows, batch=batch, seed=seed)
         labels.append(label)
-        curves.append(measured.stream.values.nanmean(1))
-        kl_curve.append(measured.kl.values.nanmean(0))
+        curves.append(_over_positions(measured.stream))
+        kl_curve.append(_over_positions(measured.kl))
     if models is None or measured is None:
         raise ValueError("tuned must contain at least one model; got none")
-    curve_labels = {"checkpoint": labels, "layer": measured.stream.labels["layer"]}
     return ModelChange(
         kl=measured.kl,
         stream=measured.stream,
-        curves=Result(
-            torch.stack(curves),
-            ("checkpoint", "layer", "example"),
-            labels=curve_labels,
-            unit=measured.stream.unit,
-            bounds=measured.stream.bounds,
-            about=measured.stream.about,
-        ),
-        kl_curve=Result(
-            torch.stack(kl_curve),
-            ("checkpoint", "example"),
-            labels={"checkpoint": labels},
-            unit=measured.kl.unit,
-            bounds=measured.kl.bounds,
-            about=measured.kl.about,
-        ),
+        curves=_over_checkpoints(curves, labels, measured.stream),
+        kl_curve=_over_checkpoints(kl_curve, labels, measured.kl),
         controls=measured.controls,
         outside_layers=changed_outside_layers(models),
         _models=models,
         _rows=rows,
         _batch=batch,
         _seed=seed,
+    )
+
+
+def _over_positions(table: Result) -> Tensor:
+    """Return the mean over the positions of each text, without padding."""
+    return table.values.nanmean(table.axes.index("pos"))
+
+
+def _over_checkpoints(values: Sequence[Tensor], labels: Sequence[Any], last: Result) -> Result:
+    """Return the values of all checkpoints as one table.
+
+    Args:
+        values: for each checkpoint, means over positions.
+        labels: the label of each checkpoint.
+        last: the table of the last checkpoint, with positions.
+    """
+    axes = [axis for axis in last.axes if axis != "pos"]
+    return Result(
+        torch.stack([*values]),
+        ("checkpoint", *axes),
+        labels={"checkpoint": labels, **{axis: last.labels[axis] for axis in axes[:-1]}},
+        unit=last.unit,
+        bounds=last.bounds,
+        about=last.about,
     )
 
 

@@ -320,6 +320,24 @@ def test_a_metric_prints_as_its_call():
     assert len(repr(log_prob(torch.arange(1000)))) < 60
 
 
+def test_a_metric_prints_the_texts_of_its_tokens():
+    model = pydoc()
+    for call, printed in (
+        (rank(["t", "s"]), "rank(['t', 's'])"),
+        (rank(["t", "t"], pos=1), "rank('t', pos=1)"),
+        (logit_diff("t", "s", pos=[2, 1]), "logit_diff('t', 's', pos=[2, 1])"),
+    ):
+        assert repr(call.read_alone(model)) == printed
+
+
+def test_texts_are_read_like_answers_only_at_the_last_position():
+    assert log_prob("t").is_at_last
+    assert log_prob("t").answers == "t"
+    for other in (log_prob("t", pos=-2), log_prob("t", pos=3)):
+        assert not other.is_at_last
+        assert other.answers is None
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("make", "match"),

@@ -601,6 +601,9 @@ def test_checkpoints_have_a_curve_for_each_layer(base):
     change = compare_models(steps, base, TEXTS[:3])
     assert change.curves.axes == ("checkpoint", "layer", "example")
     assert change.curves.labels["checkpoint"] == (100, 200, 300)
+    assert change.kl_curve.axes == ("checkpoint", "example")
+    assert (change.kl_curve.unit, change.curves.unit) == ("nats", change.stream.unit)
+    assert change.stream.unit
     for step, model in steps.items():
         one = compare_models(model, base, TEXTS[:3])
         for ours, theirs in ((change.curves, one.curves), (change.kl_curve, one.kl_curve)):
