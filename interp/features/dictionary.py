@@ -63,7 +63,8 @@ class Dictionary(plots.Shown, nn.Module):
             `constant_norm_rescale` scales the input to the length √d_in, except that zeros stay
             zeros. `layer_norm` sets the mean to 0 and the standard deviation to 1. Default: `none`.
         origin: the fields of `DictionaryOrigin`, such as `reads="blocks.3.resid_post"`. Each field
-            becomes an attribute of the dictionary.
+            becomes an attribute of the dictionary. For an autoencoder, `reads` and `writes` are the
+            same point; if they differ, or only one is known, the dictionary is a transcoder.
 
     Raises:
         ValueError: if a weight has the wrong size, or `k` is larger than the number of features.
