@@ -1,4 +1,4 @@
-"""Parts of hooks for `models` and `interp`, which users do not need.
+"""Recorders, sessions, replays and parts of models, for `models` and `interp`.
 
 `models` and `interp` import from three places only: `hooks`, `hooks.base` and this module.
 """

@@ -1,4 +1,7 @@
-"""The transformer. Continue with `block.py`, then `attention.py`, `mlp.py` and `norm.py`."""
+"""Transformer: embeddings, blocks and unembedding.
+
+Continue with `block.py`, then `attention.py`, `mlp.py` and `norm.py`.
+"""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

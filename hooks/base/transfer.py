@@ -1,4 +1,4 @@
-"""Copies of tensors.
+"""Copies of tensors: to another device, to the CPU, and copies that no other code writes into.
 
 A copy between the CPU and an accelerator runs in the background where this is safe, so that the
 host, which is the Python program, does not wait for it.

@@ -1,4 +1,4 @@
-"""Controls for dictionaries.
+"""Controls for dictionaries: the same features with another seed, and neurons in place of features.
 
 `stability` measures whether another seed finds the same features. `purity` compares how uniform the
 tokens are that activate features and neurons.

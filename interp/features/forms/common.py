@@ -1,4 +1,4 @@
-"""Functions for the readers of all formats.
+"""Read and check configs and weights of dictionaries, for the readers of all formats.
 
 The functions read configs and files of tensors, and check the contents of these files.
 
