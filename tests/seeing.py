@@ -255,18 +255,12 @@ ALL = {make.__name__: make for make in (*TOWERS, *PAIRED, vit, clip)}
 
 
 def made(make, **options):
-    """Return a model, the example that `attach` needs, and the input of a run.
-
-    The weights are large enough that all parts of the model change the output.
-    """
+    """Return a model, the example that `attach` needs, and the input of a run."""
     torch.manual_seed(0)
     model, example = make(**options)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(torch.randn(weight.shape) * 0.2 + float(weight.ndim == 1))
     tokens = tokens_with(1)
     given = example or dict(input_ids=tokens, decoder_input_ids=(tokens[:, :5] + 1) % 50)
-    return model.eval(), example, given
+    return tiny.redraw(model, 0.2).eval(), example, given
 
 
 @functools.cache

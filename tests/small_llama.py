@@ -25,10 +25,7 @@ TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5], [35, 8, 9, 7, 9, 3]])
 def llama(dtype=torch.float32, attention="sdpa"):
     words = dict(vocab_size=67, pad_token_id=0, bos_token_id=1)
     model = tiny.model("LlamaForCausalLM", **SIZES, **words, attn_implementation=attention)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(torch.randn(weight.shape) * 0.15 + float(weight.ndim == 1))
-    return model.to(dtype)
+    return tiny.redraw(model, 0.15).to(dtype)
 
 
 def offloaded(how):

@@ -1,4 +1,4 @@
-"""Tiny random models of `transformers`, from the few sizes in which a test differs from `SIZES`."""
+"""Tiny random models of `transformers`. A test states only the sizes that it needs."""
 
 import pytest
 import torch
@@ -28,9 +28,9 @@ STACKS = dict(
 
 
 def known(kind, sizes):
-    """Return the sizes that a class of configs has. `from_hf` rejects other names.
+    """Return the sizes that a class of configs stores. `from_hf` rejects other sizes.
 
-    The configs of Falcon and ProphetNet compute some of their sizes from others.
+    Falcon and ProphetNet compute some sizes and do not store them.
     """
     computed = {name for name in dir(kind) if isinstance(getattr(kind, name), property)}
     names = {*vars(kind()), *dir(kind), *kind.attribute_map} - computed
@@ -50,8 +50,8 @@ def config(name, **sizes):
 
     Args:
         name: the name of the class in `transformers`.
-        sizes: sizes that differ from `SIZES`, and other settings. A size may have its name in
-            `SIZES` also if the config has another name for it: GPT-2 calls hidden_size `n_embd`.
+        sizes: sizes and other settings, which replace `SIZES`. The names in `SIZES` are valid for
+            all models: the hidden_size of GPT-2 is `n_embd`.
     """
     kind = getattr(named(name), "config_class", named(name))
     own_names, chosen = kind.attribute_map, {}
@@ -66,3 +66,14 @@ def model(name, seed=0, **sizes):
     settings = config(name, **sizes)
     torch.manual_seed(seed)
     return named(name)(settings).eval()
+
+
+@torch.no_grad()
+def redraw(module, scale):
+    """Draw the weights of a model again, so large that every part changes the output.
+
+    Weights with one axis, which are gains and biases, are near 1.
+    """
+    for weight in module.parameters():
+        weight.copy_(torch.randn(weight.shape) * scale + float(weight.ndim == 1))
+    return module

@@ -144,7 +144,7 @@ def test_a_term_of_attention_that_rounding_hides_is_found(dtype, monkeypatch):
 @pytest.mark.skipif("inkling_text" not in transformers.CONFIG_MAPPING, reason="needs Inkling")
 def test_a_bias_by_distance_is_in_the_pattern():
     config = attachable.config_of("inkling_text")
-    config.swa_head_dim = 10  # another size than the head_dim of other layers
+    config.swa_head_dim = 10  # another size than head_dim
     model = attachable.made("inkling_text", "eager", config)
     tokens = torch.arange(7)[None]
     with torch.no_grad():
@@ -181,9 +181,7 @@ def test_real_widths_in_half_precision(kind, dtype):
     Embeddings and streams equal the values that PyTorch's hooks see on a copy without points.
     """
     name, sizes = MORE[kind]
-    maker = getattr(transformers, name)
-    torch.manual_seed(0)
-    single = maker(maker.config_class(**sizes | WIDE[kind])).eval()
+    single = tiny.model(name, **sizes | WIDE[kind])
     for norm in single.modules():
         if isinstance(norm, nn.LayerNorm):
             nn.init.normal_(norm.weight, 1.0, 0.2)

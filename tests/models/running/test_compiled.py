@@ -16,7 +16,7 @@ from interp import edits
 from models import Transformer, TransformerConfig, attach, generate, generate_steps, generate_text
 from tests import tiny
 from tests.counting import counted
-from tests.models.running.written import FORMS, NEW, PROMPTS, SIZES, build, continued
+from tests.models.running.written import FORMS, NEW, PROMPTS, SIZES, build, continued, mistral
 
 POINT = "blocks.1.mlp_out"
 VECTOR = torch.randn(20, generator=torch.Generator().manual_seed(2)) * 3
@@ -81,11 +81,7 @@ def test_padding_on_the_right():
 def test_greedy_matches_transformers():
     from models.checkpoints import from_hf
 
-    sizes = dict(vocab_size=29, num_attention_heads=4, num_key_value_heads=2)
-    theirs = tiny.model("MistralForCausalLM", **sizes, sliding_window=4)
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.add_(torch.randn(parameter.shape) * (0.1 if parameter.ndim == 1 else 0.5))
+    theirs = mistral()
     theirs.generation_config.eos_token_id = None
     ours = generate(from_hf(theirs), PROMPTS, max_new_tokens=NEW, stop=(), compiled=True)
     for prompt, row in zip(PROMPTS, ours, strict=True):

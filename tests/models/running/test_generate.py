@@ -17,9 +17,9 @@ from tests.models.running.written import (
     NEW,
     PROMPTS,
     SIZES,
-    VOCAB,
     build,
     continued,
+    mistral,
 )
 
 
@@ -194,11 +194,7 @@ def test_prompts_and_options_may_come_in_many_types():
 def test_greedy_matches_transformers():
     from models.checkpoints import from_hf
 
-    sizes = dict(vocab_size=VOCAB, num_attention_heads=4, num_key_value_heads=2)
-    theirs = tiny.model("MistralForCausalLM", **sizes, sliding_window=4)
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.add_(torch.randn(parameter.shape) * (0.1 if parameter.ndim == 1 else 0.5))
+    theirs = mistral()
     ours = generate(from_hf(theirs), PROMPTS, max_new_tokens=NEW, stop=())
     assert len({tuple(row[-NEW:]) for row in ours}) == len(PROMPTS)
     end = ours[0][-3]

@@ -5,6 +5,7 @@ import functools
 import torch
 
 from models import RotaryBase, Transformer, TransformerConfig
+from tests import tiny
 
 VOCAB, N_CTX, LAYERS, HEADS = 29, 19, 3, 4
 NEW = 6
@@ -22,17 +23,28 @@ FORMS = {
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5], [3, 5, 8, 9], [28]]
 
 
+@torch.no_grad()
+def enlarged(model):
+    """Add random numbers to the weights of a model, and return it."""
+    for parameter in model.parameters():
+        parameter.add_(torch.randn(parameter.shape) * (0.1 if parameter.ndim == 1 else 0.5))
+    return model
+
+
+def mistral():
+    """Return a random Mistral of `transformers` in which every weight matters."""
+    sizes = dict(vocab_size=VOCAB, num_attention_heads=4, num_key_value_heads=2)
+    return enlarged(tiny.model("MistralForCausalLM", **sizes, sliding_window=4))
+
+
 @functools.cache
 def build(form="learned"):
     """Return a random model in which every weight matters, and that does not repeat one token
     forever.
     """
-    with torch.random.fork_rng(), torch.no_grad():
+    with torch.random.fork_rng():
         torch.manual_seed(8)
-        model = Transformer(TransformerConfig(**SIZES | FORMS[form])).eval()
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape) * (0.1 if parameter.ndim == 1 else 0.5))
-    return model
+        return enlarged(Transformer(TransformerConfig(**SIZES | FORMS[form])).eval())
 
 
 @torch.no_grad()
