@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import HookedRunner
-from interp.directions import difference_of_means, erasure, probe, steering_curve
+from interp.directions import Contrast, difference_of_means, erasure, probe, steering_curve
 from models import load
 
 POINT, CAPITALS = "blocks.2.resid_post", "BCDFGHJKLMNPQRSTVWXZ"
@@ -52,14 +52,14 @@ def run(out: Path | None) -> None:
         texts(words, count, seed) for count, seed in ((200, 0), (60, 1))
     )
 
-    found = probe(model, inside[:60], outside[:60], pos=[-4, -2, -1], over="pos")
+    found = probe(model, Contrast(inside[:60], outside[:60], pos=[-4, -2, -1]), over="pos")
     print(f"Where the two kinds can be told apart\n{found}")
 
-    erased = erasure(model, inside, outside, POINT)
-    before = difference_of_means(model, others_inside, others_outside, POINT)
+    erased = erasure(model, (inside, outside), POINT)
+    before = difference_of_means(model, (others_inside, others_outside), POINT)
     with runner.hooks({POINT: erased.edit(pos=-1)}):
-        after = difference_of_means(model, others_inside, others_outside, POINT)
-        left = probe(model, others_inside, others_outside, POINT)
+        after = difference_of_means(model, (others_inside, others_outside), POINT)
+        left = probe(model, (others_inside, others_outside), POINT)
     print("\nAfter it was erased, on texts that it was not fitted on")
     print(
         f"  difference of the means: {before[POINT].norm():.2f} before, {after[POINT].norm():.2f} "
@@ -72,7 +72,7 @@ def run(out: Path | None) -> None:
     def capital(logits: Float[Tensor, "batch pos vocab"]) -> Float[Tensor, " batch"]:
         return logits[:, -1].log_softmax(-1)[:, capitals].logsumexp(-1)
 
-    v = difference_of_means(model, inside, outside, POINT)
+    v = difference_of_means(model, (inside, outside), POINT)
     plain = [held_out[start : start + 60] for start in range(0, 1200, 60)]
     strengths = [0.0, 0.25, 0.5, 0.75, 1.0]
     curve = steering_curve(model, v, others_outside, strengths, capital, others=plain)

@@ -43,6 +43,19 @@ def _harvest_arguments() -> dict[str, str]:
     return advice
 
 
+def _contrast_arguments() -> dict[str, str]:
+    """Return the advice for two kinds of texts that are written as several arguments."""
+    advice: dict[str, str] = {}
+    for call in ("probe", "difference_of_means", "erasure", "sparse_probes"):
+        first = "model, dictionary" if call == "sparse_probes" else "model"
+        pair = f"the two kinds of texts are one argument: {call}({first}, (yes, no), ...)"
+        advice |= dict.fromkeys([f"{call}.yes", f"{call}.no", f"{call}.*"], pair)
+        advice[f"{call}.labels"] = f"use {call}({first}, Contrast(store, labels=...), ...)"
+        for name in ("pos", "batch"):
+            advice[f"{call}.{name}"] = f"use {call}({first}, Contrast(yes, no, {name}=...), ...)"
+    return advice
+
+
 _HUB = "load_sae('owner/repository/folder') downloads a dictionary from the hub"
 _LAYER = "name the layer in site=, such as site='blocks.2.resid_post'"
 # Words of other libraries and of papers for the number that multiplies a steering vector.
@@ -57,7 +70,9 @@ _STRENGTHS = (
     "magnitude",
     "weight",
 )
-_ARGUMENTS = _harvest_arguments() | {
+_ARGUMENTS = {
+    **_harvest_arguments(),
+    **_contrast_arguments(),
     "splice.*": "several dictionaries are one mapping, {point: dictionary}",
     "Result.mean.axis": "mean() is over examples; result.values.mean(dim) is over an axis",
     "Result.mean.dim": "mean() is over examples; result.values.mean(dim) is over an axis",

@@ -349,8 +349,8 @@ store.statistic                                                 | AttributeError
 store.Activations(None)                                         | TypeError | None
 store.Activations('no_such_folder')                             | FileNotFoundError | no_such_folder
 store.statistics(model, TEXT, 'embed', pos=-1)                  | TypeError | pos=; use harvest.*HarvestConfig\(pos=...\)
-directions.probe(TEXT, TEXT, TEXT)                              | TypeError | models.load
-directions.difference_of_means(model, [TEXT], [TEXT], 3)        | TypeError | site.*3
+directions.probe(TEXT, ([TEXT], [TEXT]))                        | TypeError | models.load
+directions.difference_of_means(model, ([TEXT], [TEXT]), 3)      | TypeError | site.*3
 directions.prob                                                 | AttributeError | probe
 Direction(None)                                                 | TypeError | vectors.*None
 Direction({'embed': np.ones(3)})                                | TypeError | at embed.*array
@@ -448,14 +448,26 @@ ov_circuit(model, 3)                                            | TypeError | ov
 load_sae('x', release='y')                                      | TypeError | release=; load_sae
 spliced(sae, model)                                             | TypeError | dictionaries must be a Dictionary; got a Transformer
 spliced(model, {2: sae})                                        | TypeError | the point of a dictionary must be a name; got 2
-directions.probe(model, [TEXT, 'x'], [1, 0])                    | ValueError | got labels: pass the texts of each kind
-directions.probe(eye, eye[0])                                   | TypeError | model must be .*Module; got a .*tensor
-directions.probe(model, [TEXT])                                 | ValueError | no= .* or, for one store, labels= must
+directions.probe(model, [TEXT, 'x'], [1, 0])                    | TypeError | contrast .*single text.*: write \(yes, no\)
+directions.probe(model, ([TEXT, 'x'], [1, 0]))                  | ValueError | got labels: pass the texts of each kind
+directions.probe(model, [TEXT] * 3, ['x'] * 3)                  | TypeError | pair .*; got a list of 3: write \(yes, no\)
+directions.probe(model, [TEXT], ['x'], 'resid_post')            | TypeError | one argument: probe\(model, \(yes, no\), ...\)
+directions.probe(model, yes=[TEXT], no=['x'])                   | TypeError | yes=; .*: probe\(model, \(yes, no\), ...\)
+directions.erasure(model, [TEXT], no=['x'])                     | TypeError | no=; .*: erasure\(model, \(yes, no\), ...\)
+directions.difference_of_means(model, 3, labels=[1, 0])         | TypeError | labels=; use .*Contrast\(store, labels=...\)
+directions.sparse_probes(model, sae, [TEXT], ['x'], k=[1])      | TypeError | sparse_probes\(model, dictionary, \(yes, no\), ...\)
+directions.Contrast([TEXT])                                     | ValueError | no= .* or, for one store, labels= must
+directions.probe(model, ([TEXT], ['x']), pos=None)              | TypeError | pos=; use probe\(model, Contrast\(yes, no, pos=...\), ...\)
+directions.erasure(model, ([TEXT], ['x']), batch=3)             | TypeError | batch=; use erasure\(model, Contrast\(yes, no, batch=...\), ...\)
+directions.Contrast([TEXT], ['x'], batch=0)                     | ValueError | batch must be .*got 0
+directions.Contrast([TEXT], label=[1])                          | TypeError | label=; close matches: labels
+directions.probe(eye, (eye, eye))                                 | TypeError | model must be .*Module; got a .*tensor
+directions.probe(model, [TEXT])                                 | TypeError | pair .*; got a list of 1: write \(yes, no\)
 activation_patching()                                           | TypeError | model, pairs, site='resid_pre', over=None, \*
 models.attach(nn.Linear(3, 3))                                  | ValueError | example={'input': tensor}
 runner.run_with_cache(TEXT, pos=500)                            | TypeError | pos=.500. for one position
-directions.probe(model, [TEXT], ['x'], layer=2)                 | TypeError | layer=; name the layer in site=
-directions.difference_of_means(model, [TEXT], ['x'], pos='first') | UnknownNameError | 'first': they have no spans
+directions.probe(model, ([TEXT], ['x']), layer=2)               | TypeError | layer=; name the layer in site=
+directions.difference_of_means(model, directions.Contrast([TEXT], ['x'], pos='first')) | UnknownNameError | 'first': they have no spans
 directions.steering_curve(model, Direction({'blocks.2.resid_post': torch.ones(128)}), [TEXT], 1.0, log_prob('a')) | TypeError | strengths must be a list of numbers; got 1.0
 store.Activations('notes.json')                                 | FileNotFoundError | no store at .*notes.json
 """

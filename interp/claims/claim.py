@@ -237,7 +237,7 @@ class Claim(plots.Shown):
         >>> from interp.directions import difference_of_means
         >>> from models import load
         >>> model, yes, no = load("pydoc-4l"), ["part KV8", "part QX3"], ["def f(", "return x"]
-        >>> v = difference_of_means(model, yes, no, "blocks.2.resid_post")
+        >>> v = difference_of_means(model, (yes, no), "blocks.2.resid_post")
         >>> prompts, others = Pairs(["import o", "def f("], answers="8"), ["class A:"]
         >>> kinds = {"yes": yes, "no": no, "others": others}
         >>> Claim.direction(model, prompts, v, "digits", moves=2.0, **kinds).content.title

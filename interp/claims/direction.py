@@ -153,7 +153,7 @@ class DirectionContent(Content):
             order = torch.randperm(len(rows), generator=draw).tolist()
             yes = [[*rows[n]] for n in order[:n_yes]]
             no = [[*rows[n]] for n in order[n_yes:]]
-            again = difference_of_means(trial.model, yes, no, [*own.vectors])
+            again = difference_of_means(trial.model, (yes, no), [*own.vectors])
             directions.append(_as_long(again, own))
         return directions
 

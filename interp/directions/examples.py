@@ -1,8 +1,7 @@
 """Read the values of examples of two kinds of texts at the points of a site, in batches."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -17,29 +16,15 @@ from hooks.base import (
     is_rounding,
     named_spans,
     require_kind,
-    require_module,
 )
 from hooks.shared import names_by_layer
-from interp.directions.stored import (
-    Labels,
-    StoredTexts,
-    all_of,
-    by_label,
-    rows_of_store,
-    told_apart,
-)
+from interp.directions.contrast import Contrast, TextsOfKind
+from interp.directions.stored import StoredTexts, all_of, rows_of_store, told_apart
 from interp.inputs.cached import text_of, text_of_values
 from interp.inputs.copies import digests, numbered
 from interp.inputs.texts import batches
 from interp.numbers.precision import finite
 from interp.protocol import runner_of
-from interp.store import Activations
-
-KindOfExamples = Texts | ActivationCache | Activations
-"""Texts of one kind, as the user provides them."""
-
-TextsOfKind = Texts | ActivationCache | StoredTexts
-"""Texts of one kind, with a store replaced by its texts of this kind."""
 
 
 class Examples(NamedTuple):
@@ -67,73 +52,18 @@ class Examples(NamedTuple):
     is_part: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class Contrast:
-    """Two kinds of texts, and the points and positions to read.
+def labelled_examples(
+    model: nn.Module,
+    contrast: Contrast,
+    site: str | Sequence[str],
+) -> tuple[list[str], Iterator[Examples]]:
+    """Return the names of the points of a site, and an iterator over batches of examples.
 
-    For the attributes, see `difference_of_means`.
+    For the arguments and errors, see `difference_of_means`.
     """
-
-    yes: KindOfExamples
-    no: KindOfExamples | None
-    site: str | Sequence[str]
-    labels: Labels | None
-    pos: Index | str | None
-    batch: int
-
-    def read(self, model: nn.Module) -> tuple[list[str], Iterator[Examples]]:
-        """Return the names of the points, and an iterator over batches of examples."""
-        kinds = _kinds_of(model, self.yes, no=self.no, labels=self.labels)
-        points = _points_of(model, self.site, kinds)
-        return points, _examples(model, *kinds, points, self.pos, self.batch)
-
-
-def _kinds_of(
-    model: nn.Module, yes: KindOfExamples, no: KindOfExamples | None, labels: Labels | None
-) -> tuple[TextsOfKind, TextsOfKind]:
-    """Return the texts of both kinds. A store is replaced by its texts of each kind.
-
-    Raises:
-        TypeError: if the model is not a module.
-        ValueError: if neither `no` nor labels are given, if only one kind is a store, or if labels
-            do not fit the store.
-        CacheError: if a store is from another model or incomplete.
-    """
-    require_module(model)
-    stores = [kind for kind in (yes, no) if isinstance(kind, Activations)]
-    for store in stores:
-        store.require_weights_of(model)
-    if labels is not None:
-        if not isinstance(yes, Activations):
-            raise ValueError(
-                f"yes= must be a store with labels=; got a {type(yes).__name__}: pass the two "
-                "kinds as yes= and no="
-            )
-        if no is not None:
-            raise ValueError(
-                "no= must be omitted with labels=, because one store has both kinds; got a "
-                f"{type(no).__name__} (a site is passed as site=)"
-            )
-        return by_label(yes, labels)
-    if isinstance(no, list | tuple) and no and {*map(str, no)} <= {"0", "1", "True", "False"}:
-        raise ValueError(
-            "no= must be texts of the other kind; got labels: pass the texts of each kind as yes= "
-            "and no= (labels= is for one store)"
-        )
-    if no is None:
-        raise ValueError(
-            "no= (the texts of the other kind) or, for one store, labels= must be given; "
-            "got neither"
-        )
-    if len(stores) == 1:
-        others = no if isinstance(yes, Activations) else yes
-        raise ValueError(
-            "yes= and no= must be two stores or two lists of texts; "
-            f"got a store and a {type(others).__name__}"
-        )
-    if isinstance(yes, Activations) and isinstance(no, Activations):
-        return all_of(yes), all_of(no)
-    return cast(TextsOfKind, yes), cast(TextsOfKind, no)
+    kinds = contrast.kinds(model)
+    points = _points_of(model, site, kinds)
+    return points, _examples(model, *kinds, points, contrast.pos, contrast.batch)
 
 
 def _points_of(
@@ -171,7 +101,7 @@ def _examples(
     """Yield the values at the selected positions of each text, in batches.
 
     `pos` is an index, the name of a span, or None for all real tokens. It can also contain a list
-    of positions for each text; see `difference_of_means`.
+    of positions for each text; see `Contrast`.
     """
     if isinstance(yes, StoredTexts) and isinstance(no, StoredTexts):
         yield from _stored(yes, no, points=points, pos=pos, batch=batch)

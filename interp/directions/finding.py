@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from hooks import EditError
-from hooks.base import Index, number_of, shows_progress, without_gradients
+from hooks.base import Index, number_of, require_module, shows_progress, without_gradients
+from interp.directions.contrast import ContrastOrPair, as_contrast
 from interp.directions.direction import Direction
 from interp.directions.erasing import Eraser, leace
-from interp.directions.examples import Contrast, KindOfExamples
-from interp.directions.stored import Labels
+from interp.directions.examples import labelled_examples
 from interp.edits.edit import Edit
 from interp.edits.places import Region
 from interp.json_form import Table, form
@@ -20,16 +20,11 @@ from interp.numbers.moments import Moments
 
 
 @shows_progress
-@without_gradients
 def difference_of_means(
     model: nn.Module,
-    yes: "KindOfExamples",
-    no: "KindOfExamples | None" = None,
+    contrast: "ContrastOrPair",
     site: str | Sequence[str] = "resid_post",
     *,
-    labels: "Labels | None" = None,
-    pos: "Index | str | None" = -1,
-    batch: int = 16,
     progress: bool = True,
 ) -> Direction:
     """Return the direction from the mean value of the `no` texts to the mean of the `yes` texts.
@@ -41,21 +36,10 @@ def difference_of_means(
 
     Args:
         model: any model with hook points, in evaluation mode.
-        yes, no: the texts of each kind. They are read once, so they can be a stream. A kind can
-            also be a cache of a run on the texts, or a store (`interp.store`), which is read in
-            batches. One store can contain both kinds; then omit `no` and give `labels`.
+        contrast: the two kinds of texts, as a pair `(yes, no)` or a `Contrast`. A pair is read at
+            the last position of each text; `Contrast(yes, no, pos=None)` is read at all tokens.
         site: the last part of the names of points in all layers, the name of one point, or several
             of these. Axes after `pos` are flattened.
-        labels: for one store with both kinds: True for each text of kind `yes`, and False for each
-            text of kind `no`.
-        pos: the positions of the examples in each text; None for all tokens. Padding is never an
-            example. For chats (`models.chat`), it can be the name of a span. It can also contain a
-            list of positions for each text: for the texts of `yes` followed by the texts of `no`,
-            or one sequence of lists that is used for both kinds; with `labels`, for the texts of
-            the store. A store may contain only some positions of a text. Then negative positions
-            count from the last stored token, None and slices select the stored positions, and texts
-            without stored positions are ignored. Default: the last position.
-        batch: the number of texts in a batch.
         progress: whether to show a progress bar after two seconds.
 
     Returns:
@@ -66,20 +50,19 @@ def difference_of_means(
         ValueError: if a kind has no text, if a text does not have a position, if a value is not
             finite, if a cache is from a run without tokens, or if there is not one label for each
             text of a store.
+        TypeError: if `contrast` is not a pair of two lists or a `Contrast`.
         CacheError: if a store is from another model.
         ModeError: if the model is in training mode.
 
     >>> from models import load
     >>> model = load("pydoc-4l")
-    >>> v = difference_of_means(model, ["part KV8", "part QX3"], ["def f(", "return x"])
+    >>> v = difference_of_means(model, (["part KV8", "part QX3"], ["def f(", "return x"]))
     >>> from interp import run_with_cache
     >>> _, cache = run_with_cache(model, ["part AB1", "import o"], mode="residual")
     >>> v.scores(cache)["blocks.2.resid_post"][:, -1].round()  # higher for a number of a part
     tensor([ 10., -50.])
     """
-    moments = _moments(
-        model, Contrast(yes=yes, no=no, site=site, labels=labels, pos=pos, batch=batch)
-    )
+    moments = _moments(model, contrast, site)
     vectors, offsets = {}, {}
     for name, moments_of_point in moments.items():
         share = float(moments_of_point.mean[-1])
@@ -107,7 +90,7 @@ class Erasure:
 
     >>> from models import load
     >>> numbers, words = ["part AB1", "part CD2", "part EF3"], ["part one", "part two", "part ten"]
-    >>> found = erasure(load("pydoc-4l"), numbers, words, "blocks.2.resid_post")
+    >>> found = erasure(load("pydoc-4l"), (numbers, words), "blocks.2.resid_post")
     >>> [*found.erasers]
     ['blocks.2.resid_post']
     >>> hooks = {"blocks.2.resid_post": found.edit(pos=-1)}
@@ -163,16 +146,11 @@ class Erasure:
 
 
 @shows_progress
-@without_gradients
 def erasure(
     model: nn.Module,
-    yes: "KindOfExamples",
-    no: "KindOfExamples | None" = None,
+    contrast: "ContrastOrPair",
     site: str | Sequence[str] = "resid_post",
     *,
-    labels: "Labels | None" = None,
-    pos: "Index | str | None" = -1,
-    batch: int = 16,
     progress: bool = True,
 ) -> Erasure:
     """Return erasers that remove the difference between two kinds of texts (LEACE), one for each
@@ -185,15 +163,10 @@ def erasure(
 
     Args:
         model: any model with hook points, in evaluation mode.
-        yes, no: the texts of each kind: strings, tokens, a cache or a store; see
-            `difference_of_means`.
+        contrast: the two kinds of texts, as a pair `(yes, no)` or a `Contrast`. A pair is read at
+            the last position of each text.
         site: the last part of the names of points in all layers, the name of one point, or several
             of these.
-        labels: for one store with both kinds: True for each text of kind `yes`, and False for each
-            text of kind `no`.
-        pos: the positions of the examples in each text; None for all tokens. Default: the last
-            position.
-        batch: the number of texts in a batch.
         progress: whether to show a progress bar after two seconds.
 
     Returns:
@@ -207,25 +180,27 @@ def erasure(
     >>> from models import load
     >>> model, point = load("pydoc-4l"), "blocks.2.resid_post"
     >>> numbers, words = ["part AB1", "part CD2", "part EF3"], ["part one", "part two", "part ten"]
-    >>> round(float(difference_of_means(model, numbers, words, point)[point].norm()), 1)
+    >>> round(float(difference_of_means(model, (numbers, words), point)[point].norm()), 1)
     11.9
-    >>> edit = erasure(model, numbers, words, point).edit(pos=-1)
+    >>> edit = erasure(model, (numbers, words), point).edit(pos=-1)
     >>> with HookedRunner(model).hooks({point: edit}):
-    ...     round(float(difference_of_means(model, numbers, words, point)[point].norm()), 1)
+    ...     round(float(difference_of_means(model, (numbers, words), point)[point].norm()), 1)
     0.0
     """
-    moments = _moments(
-        model, Contrast(yes=yes, no=no, site=site, labels=labels, pos=pos, batch=batch)
-    )
+    moments = _moments(model, contrast, site)
     erasers = {name: leace(moments_of_point) for name, moments_of_point in moments.items()}
     return Erasure(erasers, {"by": "LEACE", "site": site, **_counts(moments)})
 
 
-def _moments(model: nn.Module, contrast: Contrast) -> dict[str, Moments]:
+@without_gradients
+def _moments(
+    model: nn.Module, contrast: ContrastOrPair, site: str | Sequence[str]
+) -> dict[str, Moments]:
     """Return the moments of the values at each point. The last column is the label of each row."""
     moments: dict[str, Moments] = {}
-    _, parts = contrast.read(model)
-    for part in parts:
+    require_module(model)
+    _, batches = labelled_examples(model, as_contrast(contrast), site)
+    for part in batches:
         for name, values in part.values.items():
             labels = torch.full((len(values), 1), float(part.label), device=values.device)
             new = Moments.of(values, labels)

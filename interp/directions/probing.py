@@ -30,15 +30,16 @@ from hooks.base import (
     progress_of,
     require_choice,
     require_integer,
+    require_module,
     requirement,
     shows_progress,
     storage,
     without_gradients,
 )
 from interp import plots
+from interp.directions.contrast import ContrastOrPair, as_contrast
 from interp.directions.direction import Direction
-from interp.directions.examples import Contrast, Examples, KindOfExamples, text_numbers
-from interp.directions.stored import Labels
+from interp.directions.examples import Examples, labelled_examples, text_numbers
 from interp.json_form import form
 from interp.numbers.intervals import interval_text
 from interp.numbers.ranks import area_under_curve
@@ -64,7 +65,7 @@ class Probe(plots.Shown):
     >>> from models import load
     >>> numbers = ["part AB1", "part CD2", "part EF3", "part GH4", "part JK5", "part LM6"]
     >>> words = ["part one", "part two", "part ten", "part six", "part all", "part new"]
-    >>> result = probe(load("pydoc-4l"), numbers, words, "blocks.2.resid_post", folds=3)
+    >>> result = probe(load("pydoc-4l"), (numbers, words), "blocks.2.resid_post", folds=3)
     >>> result.selectivity.mean() > 0.3  # above the same probe with random labels
     tensor([True])
     >>> result.direction[2].shape
@@ -167,12 +168,9 @@ class Probe(plots.Shown):
 @without_gradients
 def probe(
     model: nn.Module,
-    yes: "KindOfExamples",
-    no: "KindOfExamples | None" = None,
+    contrast: "ContrastOrPair",
     site: str | Sequence[str] = "resid_post",
     *,
-    labels: "Labels | None" = None,
-    pos: "Index | str | None" = -1,
     over: Literal["pos"] | None = None,
     kind: str = "logistic",
     C: float = 1.0,
@@ -180,7 +178,6 @@ def probe(
     folds: int = 5,
     draws: int = 5,
     seed: int = 0,
-    batch: int = 16,
     progress: bool = True,
 ) -> Probe:
     """Return linear probes that tell two kinds of texts apart, one for each layer, with scores.
@@ -204,17 +201,15 @@ def probe(
 
     Args:
         model: any model with hook points, in evaluation mode.
-        yes, no: the texts of each kind: strings, tokens, a cache or a store; see
-            `difference_of_means`. All examples are in memory; from a store, only the rows at `pos`.
+        contrast: the two kinds of texts, as a pair `(yes, no)` or a `Contrast`. A pair is read at
+            the last position of each text. All examples are in memory; from a store, only the rows
+            at the positions of the contrast.
         site: the last part of the names of points in all layers, the name of one point, or several
             of these.
-        labels: for one store with both kinds: True for each text of kind `yes`, and False for each
-            text of kind `no`.
-        pos: the positions of the examples in each text; None for all tokens. Default: the last
-            position.
-        over: with `over="pos"`, a separate probe is fitted and scored at each position. All texts
-            must have the same number of positions. The direction that is returned is still fitted
-            on all positions. Default: one probe for all positions.
+        over: with `over="pos"`, a separate probe is fitted and scored at each position of the
+            contrast, such as `Contrast(yes, no, pos=[-2, -1])`. All texts must have the same number
+            of positions. The direction that is returned is still fitted on all positions. Default:
+            one probe for all positions.
         kind: `logistic` regression, or `linear` regression on labels of -1 and 1 (ridge).
         C: the inverse of the strength of the penalty, as in scikit-learn.
         k: the number of columns of a value that a probe uses: the columns with the largest
@@ -224,7 +219,6 @@ def probe(
         folds: the number of folds. All copies of a text are in one fold.
         draws: the number of draws of random labels for the control, which is the mean over draws.
         seed: the seed of the folds and of the random labels.
-        batch: the number of texts in a batch.
         progress: whether to show a progress bar after two seconds.
 
     Returns:
@@ -235,21 +229,22 @@ def probe(
         ValueError: if a kind has fewer different texts than there are folds, if a fold would have
             fewer than 2 different texts, if there are fewer than 2 folds, if `kind` is unknown, or
             if texts have different numbers of positions with `over="pos"`.
-        CacheError, UnknownNameError, ModeError: as in `difference_of_means`.
+        CacheError, TypeError, UnknownNameError, ModeError: as in `difference_of_means`.
         ImportError: if scikit-learn is not installed.
 
     >>> from models import load
     >>> numbers = ["part AB1", "part CD2", "part EF3", "part GH4", "part JK5", "part LM6"]
     >>> words = ["part one", "part two", "part ten", "part six", "part all", "part new"]
-    >>> result = probe(load("pydoc-4l"), numbers, words, "blocks.2.resid_post", folds=3)
+    >>> result = probe(load("pydoc-4l"), (numbers, words), "blocks.2.resid_post", folds=3)
     >>> result.auroc.mean()  # on texts that the probe was not fitted on
     tensor([1.])
     >>> result.control.mean() < 0.7  # with random labels
     tensor([True])
     """
     require_choice("kind", kind, ("logistic", "linear"))
-    contrast = Contrast(yes=yes, no=no, site=site, labels=labels, pos=pos, batch=batch)
-    points, batches = contrast.read(model)
+    require_module(model)
+    contrast = as_contrast(contrast)
+    points, batches = labelled_examples(model, contrast, site)
     parts = [*batches]
     rows = _rows_of(parts)
     kinds = _kinds_of_texts(rows, folds)
@@ -274,7 +269,7 @@ def probe(
         vectors[name] = torch.tensor(vector).float()
     labels_of: dict[str, Sequence[Any]] = {"point": points}
     if positions is not None:
-        labels_of["pos"] = _labels_of_positions(pos, len(positions))
+        labels_of["pos"] = _labels_of_positions(contrast.pos, len(positions))
     about = {
         "by": f"{kind} probe",
         "site": site,

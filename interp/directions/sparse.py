@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hooks.base import Index, shows_progress, without_gradients
+from hooks.base import shows_progress, without_gradients
 from interp import plots
-from interp.directions.examples import KindOfExamples
+from interp.directions.contrast import ContrastOrPair
 from interp.directions.probing import Probe, probe
 from interp.features import Dictionary, splice
 from interp.json_form import Table, form
@@ -43,7 +43,7 @@ class SparseProbes(plots.Shown):
     >>> model, sae = load("pydoc-4l"), load_sae("pydoc-4l/resid_post")
     >>> numbers = ["part AB1", "part CD2", "part EF3", "part GH4", "part JK5", "part LM6"]
     >>> words = ["part one", "part two", "part ten", "part six", "part all", "part new"]
-    >>> result = sparse_probes(model, sae, numbers, words, k=(1, 3), folds=3)
+    >>> result = sparse_probes(model, sae, (numbers, words), k=(1, 3), folds=3)
     >>> result
     AUROC on held-out texts [95% interval], with random labels, and the features
       k=1        1.000 [0.654, 1.000]  0.475  897 (+0.63)
@@ -109,17 +109,14 @@ def _listed(features: Sequence[tuple[int, float]]) -> str:
 def sparse_probes(
     model: nn.Module,
     dictionary: Dictionary,
-    yes: "KindOfExamples",
-    no: "KindOfExamples",
-    k: Sequence[int] = (1, 2, 5, 10),
+    contrast: "ContrastOrPair",
     *,
+    k: Sequence[int] = (1, 2, 5, 10),
     reads: str | None = None,
-    pos: "Index | str | None" = -1,
     C: float = 1.0,
     folds: int = 5,
     draws: int = 5,
     seed: int = 0,
-    batch: int = 16,
     progress: bool = True,
 ) -> SparseProbes:
     """Return probes of few features that tell two kinds of texts apart, with scores.
@@ -129,38 +126,36 @@ def sparse_probes(
     Args:
         model: any model in evaluation mode.
         dictionary, reads: the dictionary, and the point that it reads; see `splice`.
-        yes, no: the texts of each kind: strings or tokens.
+        contrast: the two kinds of texts, strings or tokens, as a pair `(yes, no)` or a `Contrast`.
         k: the numbers of features. Default: 1, 2, 5 and 10.
-        pos: the positions of the examples in each text; None for all tokens. Default: the last
-            position.
-        C, folds, draws, seed, batch: see `probe`.
+        C, folds, draws, seed: see `probe`.
         progress: whether to show a progress bar after two seconds.
 
     Returns:
         The features and the AUROC for each k, next to a probe of all values.
 
     Raises:
-        ValueError, UnknownNameError, ModeError, ImportError: as in `probe` and `splice`.
+        TypeError, ValueError, UnknownNameError, ModeError, ImportError: as in `probe` and `splice`.
 
     >>> from interp.features import load_sae
     >>> from models import load
     >>> model, sae = load("pydoc-4l"), load_sae("pydoc-4l/resid_post")
     >>> numbers = ["part AB1", "part CD2", "part EF3", "part GH4", "part JK5", "part LM6"]
     >>> words = ["part one", "part two", "part ten", "part six", "part all", "part new"]
-    >>> result = sparse_probes(model, sae, numbers, words, k=(1, 5), folds=3)
+    >>> result = sparse_probes(model, sae, (numbers, words), k=(1, 5), folds=3)
     >>> result.raw.auroc.mean()
     tensor([1.])
     """
     if not k:
         raise ValueError(f"k must contain at least one number of features; got {k!r}")
-    options: dict[str, Any] = dict(pos=pos, C=C, folds=folds, draws=draws, seed=seed, batch=batch)
+    options: dict[str, Any] = dict(C=C, folds=folds, draws=draws, seed=seed)
     found: dict[int, Probe] = {}
     with splice(model, dictionary, reads=reads) as runner:
         (point,) = (name for name in runner.points if name.endswith(".features"))
         for number in k:
-            found[number] = probe(model, yes, no, point, k=number, progress=progress, **options)
+            found[number] = probe(model, contrast, point, k=number, progress=progress, **options)
     read = point.removesuffix(".features")
-    raw = probe(model, yes, no, read, progress=progress, **options)
+    raw = probe(model, contrast, read, progress=progress, **options)
     features = {}
     for number, fitted in found.items():
         vector = fitted.direction.vectors[point]

@@ -44,7 +44,7 @@ class SteeringCurve(plots.Shown):
     >>> from models import load
     >>> model = load("pydoc-4l")
     >>> yes, no = ["part KV8", "part QX3"], ["def f(", "return x"]
-    >>> v = difference_of_means(model, yes, no, "blocks.2.resid_post")
+    >>> v = difference_of_means(model, (yes, no), "blocks.2.resid_post")
     >>> prompts, others = ["import o", "def f("], ["class A:"]
     >>> curve = steering_curve(model, v, prompts, [0.0, 0.5, 1.0], log_prob("8"), others=others)
     >>> curve.score.mean()[2] > 0, curve.kl.mean()[2] > 0  # the effect, and its cost on other texts
@@ -165,7 +165,7 @@ def steering_curve(
     >>> from models import load
     >>> from interp.directions import difference_of_means
     >>> model, point = load("pydoc-4l"), "blocks.2.resid_post"
-    >>> v = difference_of_means(model, ["part KV8", "part QX3"], ["def f(", "return x"], point)
+    >>> v = difference_of_means(model, (["part KV8", "part QX3"], ["def f(", "return x"]), point)
     >>> steering_curve(model, v, ["impor", "def __ini"], [0.5, 1.0], log_prob("8"))
     SteeringCurve of 2 strengths; score in nats, KL in nats
       0.5      score +9.101

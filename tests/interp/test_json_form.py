@@ -266,14 +266,14 @@ RESULTS = {
         lambda r: {"size": np.linalg.norm(r.vectors.numpy(), axis=-1)},
     ),
     "difference_of_means": (
-        lambda s: difference_of_means(s.model, NUMBERS, WORDS),
+        lambda s: difference_of_means(s.model, (NUMBERS, WORDS)),
         lambda r: {"length": [v.norm() for v in r.vectors.values()]},
     ),
-    "erasure": (lambda s: erasure(s.model, NUMBERS, WORDS), lambda r: {"rank": [1] * 4}),
+    "erasure": (lambda s: erasure(s.model, (NUMBERS, WORDS)), lambda r: {"rank": [1] * 4}),
     "steering_curve": (
         lambda s: steering_curve(
             s.model,
-            difference_of_means(s.model, NUMBERS, WORDS),
+            difference_of_means(s.model, (NUMBERS, WORDS)),
             [TEXT],
             [0.0, 1.0],
             interp.log_prob("1"),
@@ -333,11 +333,11 @@ RESULTS = {
 }
 NEEDS_SKLEARN = {
     "probe": (
-        lambda s: probe(s.model, NUMBERS, WORDS, folds=3, draws=1),
+        lambda s: probe(s.model, (NUMBERS, WORDS), folds=3, draws=1),
         lambda r: {**effect(r.auroc, "auroc"), **effect(r.control, "control")},
     ),
     "sparse_probes": (
-        lambda s: sparse_probes(s.model, s.sae, NUMBERS, WORDS, (1, 2), folds=3, draws=1),
+        lambda s: sparse_probes(s.model, s.sae, (NUMBERS, WORDS), (1, 2), folds=3, draws=1),
         lambda r: {**effect(r.auroc, "auroc"), "features": [*map(list, r.features.values())]},
     ),
 }

@@ -72,13 +72,19 @@ ANALYSES = {
         m, PROMPTS, "blocks.1.mlp_out", batch=2, progress=p
     ),
     "difference_of_means": lambda i, m, p: i.directions.difference_of_means(
-        m, PROMPTS[:2], PROMPTS[2:], batch=1, progress=p
+        m, i.directions.Contrast(PROMPTS[:2], PROMPTS[2:], batch=1), progress=p
     ),
     "erasure": lambda i, m, p: i.directions.erasure(
-        m, PROMPTS[:2], PROMPTS[2:], "resid_post", batch=1, progress=p
+        m, i.directions.Contrast(PROMPTS[:2], PROMPTS[2:], batch=1), "resid_post", progress=p
     ),
     "probe": lambda i, m, p: (
-        i.directions.probe(m, WORDS[:4], WORDS[4:], folds=2, draws=1, batch=3, progress=p).auroc
+        i.directions.probe(
+            m,
+            i.directions.Contrast(WORDS[:4], WORDS[4:], batch=3),
+            folds=2,
+            draws=1,
+            progress=p,
+        ).auroc
     ),
     "align": lambda i, m, p: (
         i.alignment.align(

@@ -186,7 +186,7 @@ def probed():
     clean[:, 2], corrupted[:, 2] = 6, 0
     correlated = Pairs(clean, corrupted, pairs.answers)
     point = "blocks.0.resid_mid"
-    found = difference_of_means(model_of("comparison"), clean, corrupted, point)
+    found = difference_of_means(model_of("comparison"), (clean, corrupted), point)
     vector = torch.zeros_like(found[point])
     vector[SUM + 1] = found[point][SUM + 1]
     assert vector.norm() > 1

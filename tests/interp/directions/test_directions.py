@@ -17,6 +17,7 @@ from hooks import CacheError, EditError, HookedRunner, HookPoint, UnknownNameErr
 from hooks.base import all_but
 from interp import edits, log_prob
 from interp.directions import (
+    Contrast,
     Direction,
     Moments,
     Probe,
@@ -47,7 +48,7 @@ def rows_of(model, texts, name, pos):
 
 @pytest.mark.parametrize(("site", "pos"), [("resid_post", -1), ("resid_post", None), ("z", -2)])
 def test_a_difference_of_means_matches_numpy(model, site, pos):
-    v = difference_of_means(model, YES, NO, site, pos=pos, batch=2)
+    v = difference_of_means(model, Contrast(YES, NO, pos=pos, batch=2), site)
     assert len(v.vectors) == 4
     for name, vector in v.vectors.items():
         yes, no = rows_of(model, YES, name, pos), rows_of(model, NO, name, pos)
@@ -66,21 +67,21 @@ def test_values_may_come_from_caches(model):
     runner, name = HookedRunner(model), "blocks.1.resid_post"
     caches = [runner.run_with_cache(texts)[1] for texts in (YES, NO)]
     for pos in (-1, None, [-2, -1]):
-        expected = difference_of_means(model, YES, NO, name, pos=pos)
-        v = difference_of_means(model, *caches, name, pos=pos)
+        expected = difference_of_means(model, Contrast(YES, NO, pos=pos), name)
+        v = difference_of_means(model, Contrast(*caches, pos=pos), name)
         torch.testing.assert_close(v[name], expected[name], rtol=1e-6, atol=1e-6)
         assert v.about == expected.about
     without = HookedRunner(nn.Sequential(nn.Linear(128, 128)).eval()).run_with_cache(
         torch.ones(2, 128)
     )[1]
     with pytest.raises(ValueError, match="must be from a run on tokens"):
-        difference_of_means(model, without, caches[1], name)
+        difference_of_means(model, (without, caches[1]), name)
     # The values of these caches are a part of a run, but the tokens are still all tokens of the
     # run.
     _, cut = runner.run_with_cache(YES, pos=[-1])
     for part in (caches[0].at(batch=[1, 0]), cut):
         with pytest.raises(ValueError, match="got a part"):
-            difference_of_means(model, part, caches[1], name)
+            difference_of_means(model, (part, caches[1]), name)
 
 
 def chosen_of(lengths, pos):
@@ -135,7 +136,7 @@ def test_padding_is_not_an_example_for_any_form_of_positions(model, pos):
         counts.append(sum(map(len, rows)))
     caches = [runner.run_with_cache(texts)[1] for texts in kinds]
     for batch, given in ((1, kinds), (2, kinds), (4, kinds), (16, kinds), (16, caches)):
-        v = difference_of_means(model, *given, name, pos=pos, batch=batch)
+        v = difference_of_means(model, Contrast(*given, pos=pos, batch=batch), name)
         assert (v.about["yes"], v.about["rows"]) == (counts[0], sum(counts))
         np.testing.assert_allclose(v[name].numpy(), means[0] - means[1], rtol=1e-5, atol=1e-6)
 
@@ -162,7 +163,7 @@ def test_columns_of_padding_on_the_left_are_no_examples(model, pos):
             rows.append(value[[n - columns[0] for n in kept]].numpy())
         means.append(np.concatenate(rows).mean(0))
         count += sum(map(len, rows))
-    v = difference_of_means(model, *caches, name, pos=pos)
+    v = difference_of_means(model, Contrast(*caches, pos=pos), name)
     assert v.about["rows"] == count
     np.testing.assert_allclose(v[name].numpy(), means[0] - means[1], rtol=1e-5, atol=1e-6)
 
@@ -184,7 +185,7 @@ def test_a_text_without_its_positions_is_refused_in_any_batch(model, batch):
     }
     for message, pos in wrong.items():
         with pytest.raises(ValueError, match=message):
-            difference_of_means(model, YES, NO, name, pos=pos, batch=batch)
+            difference_of_means(model, Contrast(YES, NO, pos=pos, batch=batch), name)
 
 
 def planted(size=3.0):
@@ -205,7 +206,7 @@ def planted(size=3.0):
 def test_a_planted_direction_is_found():
     model, vector = planted()
     yes, no = torch.tensor([[3, 0], [5, 1], [2, 0]]), torch.tensor([[0, 3], [1, 5], [4, 6], [1, 2]])
-    v = difference_of_means(model, yes, no, "resid_pre")
+    v = difference_of_means(model, (yes, no), "resid_pre")
     for name in ("blocks.0.resid_pre", "blocks.1.resid_pre"):
         assert torch.cosine_similarity(v[name].double(), vector, dim=0) > 0.99
 
@@ -243,7 +244,7 @@ def test_steering_moves_a_logit_by_the_product_and_costs_the_kl():
 
 
 def test_a_direction_is_an_edit_of_its_own_points(model):
-    v = difference_of_means(model, YES, NO)
+    v = difference_of_means(model, (YES, NO))
     runner, name = HookedRunner(model), "blocks.2.resid_post"
     steered = runner.run_with_hooks(
         NO[0], hooks={name: edits.add(v, scale=0.5, pos=slice(2, None))}
@@ -328,7 +329,7 @@ def test_moments_of_parts_match_all_rows():
 
 @pytest.mark.parametrize("site", ["resid_post", "attn.z"])
 def test_an_erasure_is_an_edit_at_its_points(model, site):
-    found = erasure(model, YES, NO, site)
+    found = erasure(model, (YES, NO), site)
     runner, name = HookedRunner(model), f"blocks.3.{site}"
     rows = {}
     for label, texts in ((1, YES), (0, NO)):
@@ -348,7 +349,7 @@ def test_an_erasure_is_an_edit_at_its_points(model, site):
 
 
 def test_a_direction_over_all_heads_of_a_position(model):
-    v, name = difference_of_means(model, YES, NO, "z"), "blocks.1.attn.z"
+    v, name = difference_of_means(model, (YES, NO), "z"), "blocks.1.attn.z"
     runner = HookedRunner(model)
     plain = runner.run_with_cache(YES[0])[1][name]
     with runner.hooks({name: edits.add(v, 0.5, head=[1, 3], pos=-1)}):
@@ -368,7 +369,7 @@ def test_a_vector_without_length_has_no_unit():
 
 
 def test_files_hold_directions(model, tmp_path):
-    v = difference_of_means(model, YES, NO)
+    v = difference_of_means(model, (YES, NO))
     v.save(tmp_path / "v.safetensors")
     again = Direction.load(tmp_path / "v.safetensors")
     assert again.offsets == v.offsets
@@ -414,7 +415,7 @@ def test_files_hold_probes(tmp_path):
 
 def test_control_vectors_match_llama_cpp(model, tmp_path):
     gguf = pytest.importorskip("gguf")
-    v = difference_of_means(model, YES, NO).at(1, 3)
+    v = difference_of_means(model, (YES, NO)).at(1, 3)
     v.to_gguf(tmp_path / "v.gguf", "gpt2")
     reader = gguf.GGUFReader(tmp_path / "v.gguf")
     facts = {name: field.contents() for name, field in reader.fields.items()}
@@ -432,8 +433,8 @@ def test_control_vectors_match_llama_cpp(model, tmp_path):
         with pytest.raises(ValueError, match=rf"must end in \.gguf; got .*{name}"):
             v.to_gguf(tmp_path / name)
     for wrong in (
-        difference_of_means(model, YES, NO).at(0),
-        difference_of_means(model, YES, NO, "mlp_out").at(1),
+        difference_of_means(model, (YES, NO)).at(0),
+        difference_of_means(model, (YES, NO), "mlp_out").at(1),
     ):
         with pytest.raises(ValueError, match="must be resid_post of layer 1"):
             wrong.to_gguf(tmp_path / "w.gguf")
@@ -516,15 +517,15 @@ def test_files_that_are_not_a_control_vector_are_errors_of_one_line(tmp_path):
 def test_several_points_may_be_named(model):
     """Points are named by their site or by their full name. A repeated name counts once."""
     names = ["attn_out", "blocks.1.mlp_out", "blocks.0.attn_out"]
-    found = difference_of_means(model, YES, NO, names)
+    found = difference_of_means(model, (YES, NO), names)
     sizes = range(model.config.n_layers)
     assert [*found.vectors] == [*(f"blocks.{n}.attn_out" for n in sizes), "blocks.1.mlp_out"]
-    alone = difference_of_means(model, YES, NO, "mlp_out").vectors["blocks.1.mlp_out"]
+    alone = difference_of_means(model, (YES, NO), "mlp_out").vectors["blocks.1.mlp_out"]
     assert torch.equal(found.vectors["blocks.1.mlp_out"], alone)
 
 
 def test_a_score_may_be_a_metric_of_words(model):
-    v = difference_of_means(model, YES, NO).at(2)
+    v = difference_of_means(model, (YES, NO)).at(2)
     curve = steering_curve(model, v, YES, [0.0, 1.0], log_prob("8"), others=NO)
     assert curve.score.unit == "nats"
     assert curve.kl.bounds == (0, math.inf)
@@ -549,7 +550,7 @@ def test_a_probe_finds_what_is_planted_and_its_control_does_not(kind):
     values = noise + planted * (torch.arange(80) < 40)[:, None]
     yes, no = torch.arange(40)[:, None], torch.arange(40, 80)[:, None]
     found = probe(
-        embedded(values), yes, no, "1", kind=kind, folds=4, C=0.01 if kind == "linear" else 1.0
+        embedded(values), (yes, no), "1", kind=kind, folds=4, C=0.01 if kind == "linear" else 1.0
     )
     assert float(found.auroc.mean()) > 0.99
     ends = found.control.interval()
@@ -582,16 +583,18 @@ def test_positions_are_scored_separately_in_one_pass():
     values[:20, 2] += 9
     yes, no = (torch.randint(20, 43, (n, 3)) for n in (22, 18))
     yes[:, 1] = torch.randint(0, 20, (22,))
-    found = probe(embedded(values), yes, no, "1", pos=[0, 1, 2], over="pos", draws=2, seed=2)
+    found = probe(
+        embedded(values), Contrast(yes, no, pos=[0, 1, 2]), "1", over="pos", draws=2, seed=2
+    )
     assert found.auroc.axes == ("point", "pos", "example")
     assert found.auroc.labels["pos"] == (0, 1, 2)
     first, second, third = found.auroc.mean()[0].tolist()
     assert second == 1
     assert max(abs(first - 0.5), abs(third - 0.5)) < 0.25
-    alone = probe(embedded(values), yes, no, "1", pos=1, draws=2, seed=2)
+    alone = probe(embedded(values), Contrast(yes, no, pos=1), "1", draws=2, seed=2)
     torch.testing.assert_close(found.auroc.values[:, 1], alone.auroc.values)
     torch.testing.assert_close(found.control.values[:, 1], alone.control.values)
-    together = probe(embedded(values), yes, no, "1", pos=[0, 1, 2])
+    together = probe(embedded(values), Contrast(yes, no, pos=[0, 1, 2]), "1")
     assert torch.equal(found.direction["1"], together.direction["1"])
     ends = found.auroc.interval()
     assert 0.6 < float(ends.low[0, 1]) < 0.95
@@ -600,11 +603,13 @@ def test_positions_are_scored_separately_in_one_pass():
     # If the positions are a mask, or differ between texts, the axis has no labels.
     of_each = [[0, 1], [2, 0]] * 20
     for other in ([True, True, False], of_each):
-        labels = probe(embedded(values), yes, no, "1", pos=other, over="pos", draws=1).auroc.labels
+        labels = probe(
+            embedded(values), Contrast(yes, no, pos=other), "1", over="pos", draws=1
+        ).auroc.labels
         assert labels["pos"] == (0, 1)
     texts = [[21, 1, 22], [23, 2], [21, 3], [24, 4]], [[21, 22], [23, 24]]
     with pytest.raises(ValueError, match="same number of positions"):
-        probe(embedded(values), *texts, "1", pos=None, over="pos", folds=2, batch=1)
+        probe(embedded(values), Contrast(*texts, pos=None, batch=1), "1", over="pos", folds=2)
 
 
 def test_prompts_may_have_strengths_of_their_own(model):
@@ -636,7 +641,7 @@ def test_examples_of_one_text_are_never_in_two_folds():
     torch.manual_seed(1)
     values = torch.randn(60, 100)
     yes, no = torch.arange(30)[:, None].expand(30, 4), torch.arange(30, 60)[:, None].expand(30, 4)
-    found = probe(embedded(values), yes, no, "1", pos=None)
+    found = probe(embedded(values), Contrast(yes, no, pos=None), "1")
     assert found.direction.about["rows"] == 240
     assert 0.3 < float(found.auroc.mean()) < 0.7
 
@@ -654,19 +659,19 @@ def test_copies_of_a_text_are_never_in_two_folds(model):
     pytest.importorskip("sklearn", reason="needs the extra probes")
     texts = random_letters(24)
     yes, no, site = texts[:12], texts[12:], ["blocks.1.resid_post", "blocks.3.mlp_out"]
-    once = probe(model, yes, no, site)
+    once = probe(model, (yes, no), site)
     # The loss is a sum over examples. With four times as many examples, use a quarter of C.
     for copies, batch in ((yes * 4, 16), ([text for text in yes for _ in range(4)], 5)):
-        often = probe(model, copies, no * 4, site, C=0.25, batch=batch)
+        often = probe(model, Contrast(copies, no * 4, batch=batch), site, C=0.25)
         assert often.auroc.counts == once.auroc.counts == (2.4, 2.4)
         torch.testing.assert_close(often.auroc.values, once.auroc.values)
         torch.testing.assert_close(often.control.values, once.control.values, atol=0.03, rtol=0)
         for end, same in zip(often.auroc.interval(), once.auroc.interval(), strict=True):
             torch.testing.assert_close(end, same)
-    often = probe(model, yes * 4, no * 4, site)
+    often = probe(model, (yes * 4, no * 4), site)
     assert (often.auroc.interval().low < 0.6).all()
     assert often.direction.about["rows"] == 96
-    every = probe(model, yes * 4, no * 4, site, pos=[0, -1], over="pos")
+    every = probe(model, Contrast(yes * 4, no * 4, pos=[0, -1]), site, over="pos")
     assert float(every.auroc.interval().low.max()) < 0.6
     assert float((every.control.mean() - 0.5).abs().max()) < 0.2
 
@@ -686,8 +691,7 @@ def test_folds_of_texts_that_come_several_times_match_scikit_learn(kind):
     yes, no = (np.random.default_rng(1).permutation(each).tolist() for each in (yes, no))
     found = probe(
         embedded(values),
-        torch.tensor(yes)[:, None],
-        torch.tensor(no)[:, None],
+        (torch.tensor(yes)[:, None], torch.tensor(no)[:, None]),
         "1",
         folds=3,
         kind=kind,
@@ -743,12 +747,11 @@ def test_a_text_of_both_kinds_is_in_one_fold(model, given, pos):
         "of each": [[-1 - n % 5] for n in range(len(yes) + len(no))],
     }
     name = "blocks.2.resid_post"
-    options = {"pos": where[str(pos)], "draws": 3, "folds": 4}
     if given != "texts":
         no = left_padded(model, no)
     if given == "caches":
         yes = left_padded(model, yes, 20)
-    found = probe(model, yes, no, name, **options)
+    found = probe(model, Contrast(yes, no, pos=where[str(pos)]), name, draws=3, folds=4)
     # With "of each", the values of a text in the two kinds come from different positions, so they
     # are not equal.
     if pos != "of each":
@@ -759,13 +762,13 @@ def test_a_text_of_both_kinds_is_in_one_fold(model, given, pos):
     assert found.control.counts == (13 / 8, 13 / 8)
     assert 0.1 < float(found.control.mean()) < 0.9
     # Only some of the texts are in both kinds.
-    mixed = probe(model, texts[:9], texts[5:], name, folds=3)
+    mixed = probe(model, (texts[:9], texts[5:]), name, folds=3)
     assert mixed.auroc.counts == (3, 8 / 3)
     assert mixed.control.counts == pytest.approx((13 / 6, 13 / 6))
     with pytest.raises(ValueError, match="got 5 texts for 3 folds"):
-        probe(model, texts[:4], texts[1:5], name, folds=3)
+        probe(model, (texts[:4], texts[1:5]), name, folds=3)
     with pytest.raises(ValueError, match=r"\(2 and 3\); got 3"):
-        probe(model, texts[:2] * 5, texts[2:5] * 2, name, folds=3)
+        probe(model, (texts[:2] * 5, texts[2:5] * 2), name, folds=3)
 
 
 class Seeing(nn.Module):
@@ -792,11 +795,11 @@ def test_the_same_words_with_other_pictures_are_other_texts():
     runner = HookedRunner(model)
     yes, no = pictures[:12] + kind, pictures[12:]
     caches = [runner.run_with_cache(tokens, picture)[1] for picture in (yes, no)]
-    found = probe(model, *caches, "point")
+    found = probe(model, caches, "point")
     assert found.auroc.counts == (2.4, 2.4)
     assert float(found.auroc.mean()) > 0.8
     copied = [runner.run_with_cache(tokens, torch.cat([each[:6]] * 2))[1] for each in (yes, no)]
-    assert probe(model, *copied, "point", folds=3).auroc.counts == (2, 2)
+    assert probe(model, copied, "point", folds=3).auroc.counts == (2, 2)
 
 
 def test_the_auroc_of_a_fold_matches_scikit_learn():
@@ -806,8 +809,7 @@ def test_the_auroc_of_a_fold_matches_scikit_learn():
     values = torch.randn(12, 3) + 0.8 * (torch.arange(12) < 6)[:, None]
     found = probe(
         embedded(values),
-        torch.arange(6)[:, None],
-        torch.arange(6, 12)[:, None],
+        (torch.arange(6)[:, None], torch.arange(6, 12)[:, None]),
         "1",
         folds=2,
         seed=4,
@@ -844,7 +846,7 @@ def test_constant_columns_have_no_coefficient(kind, dtype):
     model = embedded(torch.cat([values, constants], 1)).to(dtype)
     model[0].weight.data = torch.cat([values, constants], 1).to(dtype)
     yes, no = torch.arange(23)[:, None], torch.arange(23, 46)[:, None]
-    found = probe(model, yes, no, "1", kind=kind, C=0.5, draws=1)
+    found = probe(model, (yes, no), "1", kind=kind, C=0.5, draws=1)
     vector = found.direction["1"].double()
     assert vector[5:].tolist() == [0, 0, 0, 0]
     classifier = (
@@ -883,8 +885,7 @@ def test_values_that_are_not_finite_are_refused():
         with pytest.raises(ValueError, match="values at 1 must be finite; got inf at"):
             function(
                 embedded(values),
-                texts[:3],
-                texts[3:],
+                (texts[:3], texts[3:]),
                 "1",
                 **{"folds": 2} if function is probe else {},
             )
@@ -893,11 +894,11 @@ def test_values_that_are_not_finite_are_refused():
 def test_probes_that_cannot_be_fitted_are_refused():
     model, texts = embedded(torch.randn(5, 3)), torch.arange(3)[:, None]
     with pytest.raises(ValueError, match=r"\(3 and 2\); got 3"):
-        probe(model, texts, texts[:2], "1", folds=3)
+        probe(model, (texts, texts[:2]), "1", folds=3)
     with pytest.raises(ValueError, match="logistic, linear"):
-        probe(model, texts, texts, "1", kind="svm")
+        probe(model, (texts, texts), "1", kind="svm")
     with pytest.raises(UnknownNameError):
-        probe(model, texts, texts, "resid_post")
+        probe(model, (texts, texts), "resid_post")
 
 
 def test_directions_are_added_at_their_points():

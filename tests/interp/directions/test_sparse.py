@@ -35,7 +35,7 @@ def values_of_tokens(seed=0):
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_columns_are_chosen_from_the_other_folds(k):
     values = values_of_tokens()
-    found = probe(embedded(values), YES, NO, "1", k=k, folds=4, seed=3)
+    found = probe(embedded(values), (YES, NO), "1", k=k, folds=4, seed=3)
     # The folds are drawn from the seed as `probe` documents: first the texts of `no`.
     draw, fold = torch.Generator().manual_seed(3), np.zeros(40, int)
     for texts in (np.arange(20, 40), np.arange(20)):
@@ -67,15 +67,15 @@ def test_a_planted_feature_is_found_among_the_features():
     zeros = torch.zeros(14), torch.zeros(7)
     dictionary = Dictionary(both, both.mT, *zeros, nn.ReLU(), reads="1", writes="1")
     model = embedded(values @ rotation.mT)
-    found = sparse_probes(model, dictionary, YES, NO, k=(1, 4), folds=4)
+    found = sparse_probes(model, dictionary, (YES, NO), k=(1, 4), folds=4)
     assert [index for index, _ in found.features[1]] == [3]
     assert found.features[1][0][1] > 0
     assert {3, 8} <= {index for index, _ in found.features[4]}
     assert found.auroc.labels["k"] == (1, 4)
     assert found.auroc.mean()[0] > 0.9
-    alone = probe(embedded(values[:, 3:4].relu()), YES, NO, "1", folds=4)
+    alone = probe(embedded(values[:, 3:4].relu()), (YES, NO), "1", folds=4)
     torch.testing.assert_close(found.auroc.values[0], alone.auroc.values[0])
-    whole = probe(model, YES, NO, "1", folds=4)
+    whole = probe(model, (YES, NO), "1", folds=4)
     torch.testing.assert_close(found.raw.auroc.values, whole.auroc.values)
     lines = repr(found).splitlines()
     assert lines[1].strip().startswith("k=1")
@@ -89,6 +89,6 @@ def test_wrong_numbers_of_features_are_refused():
     model = embedded(values_of_tokens())
     for k in ((), (0,), (2, 1.5)):
         with pytest.raises((ValueError, TypeError), match="k must"):
-            sparse_probes(model, dictionary, YES, NO, k=k)
+            sparse_probes(model, dictionary, (YES, NO), k=k)
     with pytest.raises(ValueError, match="k must"):
-        probe(pydoc(), ["a b", "c d"], ["e f", "g h"], k=0, folds=2)
+        probe(pydoc(), (["a b", "c d"], ["e f", "g h"]), k=0, folds=2)

@@ -315,7 +315,7 @@ def test_objects_with_pictures_save_them(bundled, tmp_path):
         (pairs, "part KW8"),
         (pairs.read_by(bundled), "logit_diff([&#x27;V&#x27;, &#x27;W&#x27;], &#x27;Z&#x27;)"),
         (sae, "128 -&gt; 1024 features -&gt; 128"),
-        (difference_of_means(bundled, texts[:1], texts[1:]), "difference of means"),
+        (difference_of_means(bundled, (texts[:1], texts[1:])), "difference of means"),
         (interp.compare_effects(guess, exact), "rank correlation"),
         (interp.evaluate_circuit(bundled, pairs, circuit), "completeness"),
         (interp.ov_circuit(bundled), "the first 12 of 16 matrices"),

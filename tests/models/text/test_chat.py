@@ -7,7 +7,7 @@ import torch
 
 from hooks import HookedRunner, UnknownNameError
 from interp import Pairs, activation_patching, edits, log_prob, sweep
-from interp.directions import Direction, difference_of_means, steering_curve
+from interp.directions import Contrast, Direction, difference_of_means, steering_curve
 from models import ChatTemplate, attach, chat, load, load_tokenizer
 from tests.shipped import pydoc
 
@@ -161,7 +161,7 @@ def test_spans_are_named_in_directions_and_pairs():
         chats(("a", "one"), ("list", "is")),
     )
     name = "blocks.1.resid_post"
-    v = difference_of_means(model, yes, no, name, pos="assistant", batch=2)
+    v = difference_of_means(model, Contrast(yes, no, pos="assistant", batch=2), name)
     means = []
     for texts in (yes, no):
         runs = [HookedRunner(model).run_with_cache(text)[1][name][0] for text in texts.texts]
@@ -189,7 +189,7 @@ def test_spans_are_named_in_directions_and_pairs():
         [0, 1, 1, 1, 1],
     ]
     with pytest.raises(UnknownNameError, match="assistant"):
-        difference_of_means(model, yes, no, pos="asistant")
+        difference_of_means(model, Contrast(yes, no, pos="asistant"))
     with pytest.raises(UnknownNameError):
         Pairs(yes, no, spans=["tool"]).read_by(model)
 
@@ -206,7 +206,7 @@ def test_a_chat_without_the_span_is_refused_beside_others_too(batch):
         refused = pytest.raises(ValueError, match="'assistant'; text 2")
         for texts in ((whole, wrong), (wrong, whole)):
             with refused:
-                difference_of_means(model, *texts, name, pos="assistant", batch=batch)
+                difference_of_means(model, Contrast(*texts, pos="assistant", batch=batch), name)
         with refused:
             steering_curve(model, direction, wrong, [1.0], log_prob("e"), pos="assistant")
         with refused:

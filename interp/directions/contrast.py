@@ -1,0 +1,168 @@
+"""The two kinds of texts that a direction, an eraser or a probe tells apart.
+
+1. A caller writes the kinds as a pair `(yes, no)`, or as a `Contrast`, which has more settings: the
+   positions that are read in each text, and the kinds of the texts of one store.
+2. `as_contrast` turns both forms into a `Contrast`, which checks its settings.
+3. `Contrast.kinds` returns the texts of each kind. A store is replaced by its texts of this kind.
+"""
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, cast
+
+from torch import nn
+
+from hooks import ActivationCache
+from hooks.base import Index, Texts, is_one_text, names_fields, require_integer, shown
+from interp.directions.stored import Labels, StoredTexts, all_of, by_label
+from interp.store import Activations
+
+KindOfExamples = Texts | ActivationCache | Activations
+"""Texts of one kind, as the user provides them."""
+
+TextsOfKind = Texts | ActivationCache | StoredTexts
+"""Texts of one kind, with a store replaced by its texts of this kind."""
+
+
+@names_fields
+@dataclass(frozen=True, eq=False)
+class Contrast:
+    """Two kinds of texts, `yes` and `no`, which a direction, an eraser or a probe tells apart.
+
+    The pair `(yes, no)` has the same meaning as `Contrast(yes, no)`. If no kind is a stream,
+    several analyses can share one contrast.
+
+    Attributes:
+        yes, no: the texts of each kind: strings or tokens, a cache of a run on the texts, or a
+            store (`interp.store`). Texts are read once, so they can be a stream. A store is read in
+            batches. One store can contain both kinds; then omit `no` and give `labels`.
+        labels: for one store with both kinds: True for each text of kind `yes`, and False for each
+            text of kind `no`.
+        pos: the positions of the examples in each text; None for all tokens. Padding is never an
+            example. For chats (`models.chat`), it can be the name of a span. It can also contain a
+            list of positions for each text: for the texts of `yes` followed by the texts of `no`,
+            or one sequence of lists that is used for both kinds; with `labels`, for the texts of
+            the store. A store may contain only some positions of a text. Then negative positions
+            count from the last stored token, None and slices select the stored positions, and texts
+            without stored positions are ignored. Default: the last position.
+        batch: the number of texts in a batch. Default: 16.
+
+    Raises:
+        ValueError: if neither `no` nor `labels` are given, if both are given, if only one kind is a
+            store, or if `batch` is below 1.
+
+    >>> from interp.directions import difference_of_means, erasure
+    >>> from models import load
+    >>> model, point = load("pydoc-4l"), "blocks.2.resid_post"
+    >>> contrast = Contrast(["part KV8", "part QX3"], ["def f(", "return x"], pos=None)
+    >>> difference_of_means(model, contrast, point).about["rows"]  # a row for each token
+    30
+    >>> erasure(model, contrast, point).about["rows"]
+    30
+    """
+
+    yes: "KindOfExamples"
+    no: "KindOfExamples | None" = None
+    _: KW_ONLY
+    labels: "Labels | None" = None
+    pos: "Index | str | None" = -1
+    batch: int = 16
+
+    def __post_init__(self) -> None:
+        require_integer("batch", self.batch)
+        if self.labels is not None:
+            self._require_one_store()
+            return
+        labels = ("0", "1", "True", "False")
+        if isinstance(self.no, list | tuple) and self.no and {*map(str, self.no)} <= {*labels}:
+            raise ValueError(
+                "no= must be texts of the other kind; got labels: pass the texts of each kind as "
+                "(yes, no) (labels= of a Contrast is for one store)"
+            )
+        if self.no is None:
+            raise ValueError(
+                "no= (the texts of the other kind) or, for one store, labels= must be given; "
+                "got neither"
+            )
+        if isinstance(self.yes, Activations) != isinstance(self.no, Activations):
+            others = self.no if isinstance(self.yes, Activations) else self.yes
+            raise ValueError(
+                "yes= and no= must be two stores or two lists of texts; "
+                f"got a store and a {type(others).__name__}"
+            )
+
+    def _require_one_store(self) -> None:
+        """Check that `yes` is a store, and that `no` is omitted.
+
+        Raises:
+            ValueError: if not.
+        """
+        if not isinstance(self.yes, Activations):
+            raise ValueError(
+                f"yes= must be a store with labels=; got a {type(self.yes).__name__}: pass the two "
+                "kinds as (yes, no)"
+            )
+        if self.no is not None:
+            raise ValueError(
+                "no= must be omitted with labels=, because one store has both kinds; got a "
+                f"{type(self.no).__name__}"
+            )
+
+    def kinds(self, model: nn.Module) -> tuple[TextsOfKind, TextsOfKind]:
+        """Return the texts of both kinds. A store is replaced by its texts of each kind.
+
+        Raises:
+            ValueError: if there is not one label for each text of the store.
+            CacheError: if a store is from another model or incomplete.
+        """
+        for kind in (self.yes, self.no):
+            if isinstance(kind, Activations):
+                kind.require_weights_of(model)
+        if self.labels is not None:
+            assert isinstance(self.yes, Activations)
+            return by_label(self.yes, self.labels)
+        if isinstance(self.yes, Activations) and isinstance(self.no, Activations):
+            return all_of(self.yes), all_of(self.no)
+        return cast(TextsOfKind, self.yes), cast(TextsOfKind, self.no)
+
+
+ContrastOrPair = Contrast | Sequence[KindOfExamples]
+"""A contrast, or a pair of the texts of both kinds: `(yes, no)`."""
+
+
+def as_contrast(contrast: Any) -> Contrast:
+    """Return a contrast, or the contrast of a pair `(yes, no)`.
+
+    Raises:
+        TypeError: if the value is neither. A list of two strings is refused, because it may be the
+            texts of one kind.
+
+    >>> as_contrast((["part KV8"], ["def f("])).yes
+    ['part KV8']
+    """
+    if isinstance(contrast, Contrast):
+        return contrast
+    advice = "write (yes, no), such as probe(model, (yes, no), 'resid_post')"
+    if isinstance(contrast, Activations):
+        advice = "for one store with both kinds, write Contrast(store, labels=labels)"
+    if not isinstance(contrast, tuple | list) or len(contrast) != 2:
+        raise TypeError(
+            "contrast must be a pair of two kinds of texts, or a Contrast; got "
+            f"{_described(contrast)}: {advice}"
+        )
+    pair = Contrast(*contrast)
+    for kind in contrast:
+        is_list = hasattr(kind, "__len__") and not isinstance(kind, ActivationCache | Activations)
+        if is_list and is_one_text(kind):
+            raise TypeError(
+                "contrast must be a pair of two lists of texts; got a pair with the single text "
+                f"{shown(kind)}: {advice}"
+            )
+    return pair
+
+
+def _described(value: Any) -> str:
+    """Return a value as text for an error. A list or tuple is described by its length."""
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {len(value)}"
+    return shown(value)
