@@ -53,6 +53,7 @@ head_scores(model, cache, np.ones((18, 18)))                    | TypeError | fl
 copying_scores(model, cache)                                    | TypeError | fold.*ActivationCache
 interp.residual_stream(cache, 'x')                              | TypeError | windows.*'x'
 singular_tokens(model, 1, 99)                                   | ValueError | head.*99
+singular_tokens(model, 1, 4)                                    | ValueError | head.*3; got 4
 token_directions(model, None)                                   | ValueError | None
 svd_targets(model, TEXT)                                        | TypeError | run_with_cache
 svd_targets(model, cache, which='wvwo')                         | TypeError | which=

@@ -185,17 +185,33 @@ def intervened(
         row for row, place in enumerate(graph.explained) if place >= n_features or not is_set[place]
     ]
     names = [graph.nodes[graph.explained[row]].id for row in shown_rows]
-    n_nodes = len(names)
     changes = torch.stack([direct, predicted, predicted - by_values, *true])[:, shown_rows].cpu()
-    for name, members in groups.items():
-        inside = [number for number, node in enumerate(names[:n_nodes]) if node in members]
-        if inside:
-            names.append(name)
-            changes = torch.cat([changes, changes[:, inside].sum(1, keepdim=True)], 1)
+    names, changes = _with_groups(names, changes, groups)
     changed = {
         graph.nodes[number].id: (float(old[number]), value) for number, value in wanted.items()
     }
     return Intervention(changed, names, *changes)
+
+
+def _with_groups(
+    names: Sequence[str], changes: Float[Tensor, "kind _node"], groups: Mapping[str, Sequence[str]]
+) -> tuple[list[str], Float[Tensor, "kind _place"]]:
+    """Return the names and changes of nodes, and then of groups: the sums over their nodes.
+
+    Args:
+        names: the names of the nodes.
+        changes: the changes of the nodes.
+        groups: the names of the nodes in each group. Groups without one of these nodes are left
+            out.
+    """
+    all_names = [*names]
+    all_changes = [changes]
+    for name, members in groups.items():
+        inside = [number for number, node in enumerate(names) if node in members]
+        if inside:
+            all_names.append(name)
+            all_changes.append(changes[:, inside].sum(1, keepdim=True))
+    return all_names, torch.cat(all_changes, 1)
 
 
 def _true_changes(

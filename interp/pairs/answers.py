@@ -214,10 +214,7 @@ def score_of_rows(answers: Continuations, rows: Text) -> TokenMetric:
     # before.
     tokens, is_filler = _aligned(tokens_of_rows)
     longest = tokens.shape[1]
-    weights = torch.ones(len(tokens), dtype=torch.float64)
-    weights[len(answers.tokens) :] = -1
-    if answers.per_token:
-        weights /= (~is_filler).sum(1)
+    weights = _weights_of_rows(answers, n_tokens=(~is_filler).sum(1))
     weights_of_dtype = {dtype: weights.to(dtype) for dtype in (torch.float32, torch.float64)}
     # If a row has fewer tokens than the longest answer, the model cannot return the logits of that
     # many last positions. Then the metric reads all positions and selects columns itself.
@@ -242,16 +239,35 @@ def score_of_rows(answers: Continuations, rows: Text) -> TokenMetric:
         scores = score(at_least_float32(logits), tokens_here, is_filler_here)
         return scores * to_device(weights_of_dtype[scores.dtype], scores.device)
 
-    n_tokens = sorted({len(answer) for answer in tokens_of_rows})
-    counts = f"{n_tokens[0]}" if len(n_tokens) == 1 else f"{n_tokens[0]} to {n_tokens[-1]}"
     unit = {"log_prob": "nats", "accuracy": ""}[answers.score]
     return TokenMetric(
-        call=f"{answers.score}(answers of {counts} tokens)",
+        call=_call(answers.score, tokens_of_rows),
         last=0 if is_short else longest,
         unit=f"{unit} per token" if answers.per_token else unit,
         function=metric,
         call_in_words=partial(_call_in_words, answers),
     )
+
+
+def _weights_of_rows(
+    answers: Continuations, n_tokens: Int[Tensor, " row"]
+) -> Float[Tensor, " row"]:
+    """Return the number by which the score of each row is multiplied.
+
+    Args:
+        answers: the answers of each example.
+        n_tokens: the number of tokens of each row's answer.
+    """
+    weights = torch.ones(len(n_tokens), dtype=torch.float64)
+    weights[len(answers.tokens) :] = -1
+    return weights / n_tokens if answers.per_token else weights
+
+
+def _call(score: str, answers: Sequence[Sequence[int]]) -> str:
+    """Return the call of the metric with the numbers of tokens of the answers."""
+    n_tokens = sorted({len(answer) for answer in answers})
+    counts = f"{n_tokens[0]}" if len(n_tokens) == 1 else f"{n_tokens[0]} to {n_tokens[-1]}"
+    return f"{score}(answers of {counts} tokens)"
 
 
 def _aligned(

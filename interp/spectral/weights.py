@@ -268,15 +268,10 @@ def singular_tokens(
     [(['E', 'j', 'u'], ['>', '2', '%']), (['l', '@', "'"], ['_', 'k', 'g'])]
     """
     require_choice("circuit", circuit, ("ov", "qk", "W_in", "W_out"))
-    if head is None and circuit in ("ov", "qk"):
-        raise ValueError(f"head must be given for {circuit!r}, such as head=0; got None")
-    if head is not None and circuit not in ("ov", "qk"):
-        raise ValueError(f"head must be None for {circuit!r}; got {head}")
     folded = FoldedWeights(model, fold, "W_E", "W_U")
     config = folded.model.config
     require_integer("layer", layer, least=-config.n_layers, most=config.n_layers - 1)
-    if head is not None:
-        require_integer("head", head, least=-config.n_heads, most=config.n_heads - 1)
+    _require_head(head, circuit, config.n_heads)
     if circuit == "ov":
         decomposition = ov_circuit(model, fold=fold)[layer, head].svd()
     elif circuit == "qk":
@@ -317,6 +312,21 @@ def _neurons(numbers: Int[Tensor, "k end top"]) -> list[Any]:
     for largest, smallest in numbers.tolist():
         names.append([[f"n{n}" for n in largest], [f"n{n}" for n in smallest]])
     return names
+
+
+def _require_head(head: int | None, circuit: str, n_heads: int) -> None:
+    """Check that a circuit of a head has a head, and weights of an MLP have none.
+
+    Raises:
+        ValueError: if the head is missing, not needed or outside the model.
+    """
+    if circuit not in ("ov", "qk"):
+        if head is not None:
+            raise ValueError(f"head must be None for {circuit!r}; got {head}")
+        return
+    if head is None:
+        raise ValueError(f"head must be given for {circuit!r}, such as head=0; got None")
+    require_integer("head", head, least=-n_heads, most=n_heads - 1)
 
 
 def _ends(

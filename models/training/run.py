@@ -4,14 +4,14 @@ import dataclasses
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from hooks.base import later, stacked, storage, strict_json
 from models.training.data import Loss, TrainingConfig, check_learnable, evaluate, row_losses
@@ -57,32 +57,14 @@ class Run:
         self._parameters = [
             parameter for parameter in model.parameters() if parameter.requires_grad
         ]
-        matrices = [parameter for parameter in self._parameters if parameter.ndim >= 2]
-        vectors = [parameter for parameter in self._parameters if parameter.ndim < 2]
-        groups: Any = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        rate = config.learning_rate
-        decay = config.weight_decay
-        betas = config.betas
-        self.optimizer = torch.optim.AdamW(groups, rate, betas, weight_decay=decay, fused=True)
+        self.optimizer = _optimizer(self._parameters, config)
         self._failed = torch.zeros((), device=self.device)
         # The first generator draws batches. The others are PyTorch's own generators, for dropout.
         self.generators = [torch.Generator(), torch.default_generator]
         if self.device.type == "cuda":
             torch.cuda.init()
             self.generators.append(torch.cuda.default_generators[self.device.index])
-        # This contains everything that affects the numbers of a run.
-        self._identity: dict[str, Any] = {}
-        for prefix, fields in (("model", model.config), ("training", config)):
-            for name, value in dataclasses.asdict(fields).items():
-                self._identity[f"{prefix}.{name}"] = value
-        self._identity |= {
-            "text": [storage.checksum("", text.long()) for text in texts.values()],
-            "dtype": str(model.W_E.dtype),
-            "frozen": [
-                name for name, parameter in model.named_parameters() if not parameter.requires_grad
-            ],
-            "code": [CODE_VERSION, str(torch.__version__)],
-        }
+        self._identity = _identity_of(model, config, texts)
         self._saved = 0
 
     @property
@@ -289,3 +271,36 @@ class Run:
 def _line(record: Mapping[str, Any]) -> bytes:
     """Return a record as a line of JSON."""
     return strict_json.dumps(strict_json.finite(record)).encode() + b"\n"
+
+
+def _optimizer(parameters: Sequence[nn.Parameter], config: TrainingConfig) -> torch.optim.AdamW:
+    """Return the optimizer of the parameters. Only matrices have weight decay."""
+    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+    groups: Any = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        groups,
+        config.learning_rate,
+        config.betas,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def _identity_of(
+    model: Transformer, config: TrainingConfig, texts: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Return everything that affects the numbers of a run."""
+    identity: dict[str, Any] = {}
+    for prefix, fields in (("model", model.config), ("training", config)):
+        for name, value in dataclasses.asdict(fields).items():
+            identity[f"{prefix}.{name}"] = value
+    return {
+        **identity,
+        "text": [storage.checksum("", text.long()) for text in texts.values()],
+        "dtype": str(model.W_E.dtype),
+        "frozen": [
+            name for name, parameter in model.named_parameters() if not parameter.requires_grad
+        ],
+        "code": [CODE_VERSION, str(torch.__version__)],
+    }

@@ -5,6 +5,7 @@ config.
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,24 +79,8 @@ def _openai(path: Path, content: dict[str, Any]) -> Dictionary:
     require_weights(
         weights, {"pre_bias", "latent_bias", "encoder.weight", "decoder.weight"}, path.name
     )
-    plain: dict[str, nn.Module] = {"ReLU": nn.ReLU(), "Identity": nn.Identity()}
-    is_top_k = (
-        kind == "TopK" and state.keys() == {"k", "postact_fn"} and state["postact_fn"] in [*plain]
-    )
-    if not is_top_k and (kind not in plain or state):
-        raise ValueError(
-            f"activation of {path.name} must be TopK with k and postact_fn, ReLU or Identity; got "
-            f"{kind!r} with {dict(state)}"
-        )
-    activation: nn.Module
-    if is_top_k:
-        activation = TopK(whole_of("k", state["k"]), relu=state["postact_fn"] == "ReLU")
-    else:
-        activation = plain[kind]
-    folders = "/".join(path.absolute().parts[-4:])
-    place = next((place for theirs, place in _OPENAI_PLACES.items() if theirs in folders), None)
-    layer = re.search(r"(?<=layer_)\d+|\d+(?=\.pt$)", folders)
-    point = f"blocks.{layer[0]}.{place}" if layer and place else None
+    activation = _activation_of_openai(kind, state, path)
+    point = _point_of_openai(path)
     return Dictionary(
         W_enc=weights["encoder.weight"].T,
         W_dec=weights["decoder.weight"].T,
@@ -103,10 +88,40 @@ def _openai(path: Path, content: dict[str, Any]) -> Dictionary:
         b_dec=weights["pre_bias"],
         activation=activation,
         subtracts_b_dec=True,
-        norm="layer_norm" if is_top_k else "none",
+        norm="layer_norm" if isinstance(activation, TopK) else "none",
         reads=point,
         writes=point,
     )
+
+
+def _activation_of_openai(kind: str, state: Mapping[str, Any], path: Path) -> nn.Module:
+    """Return the nonlinearity of a dictionary of OpenAI.
+
+    Args:
+        kind, state: the name and the settings of the nonlinearity in the file.
+        path: the file, for the error.
+
+    Raises:
+        ValueError: if the nonlinearity is unknown.
+    """
+    plain: dict[str, nn.Module] = {"ReLU": nn.ReLU(), "Identity": nn.Identity()}
+    if kind in plain and not state:
+        return plain[kind]
+    is_top_k = kind == "TopK" and state.keys() == {"k", "postact_fn"}
+    if not is_top_k or state["postact_fn"] not in [*plain]:
+        raise ValueError(
+            f"activation of {path.name} must be TopK with k and postact_fn, ReLU or Identity; got "
+            f"{kind!r} with {dict(state)}"
+        )
+    return TopK(whole_of("k", state["k"]), relu=state["postact_fn"] == "ReLU")
+
+
+def _point_of_openai(path: Path) -> str | None:
+    """Return the point that the names of the folders contain; None if they contain no point."""
+    folders = "/".join(path.absolute().parts[-4:])
+    place = next((place for theirs, place in _OPENAI_PLACES.items() if theirs in folders), None)
+    layer = re.search(r"(?<=layer_)\d+|\d+(?=\.pt$)", folders)
+    return f"blocks.{layer[0]}.{place}" if layer and place else None
 
 
 def _is_hook_z(content: dict[str, Any]) -> bool:

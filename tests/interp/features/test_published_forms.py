@@ -302,6 +302,7 @@ def test_places_of_openai_are_in_the_path(folders, point, tmp_path):
         ("TopK", {"k": 3}, "postact_fn"),
         ("TopK", {"k": 3, "postact_fn": "GELU"}, "GELU"),
         ("JumpReLU", {}, "JumpReLU"),
+        ("ReLU", {"bandwidth": 0.5}, "bandwidth"),
     ],
 )
 def test_other_activations_of_openai_are_refused(kind, state, words, tmp_path):
