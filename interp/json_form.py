@@ -33,14 +33,17 @@ Weights, activations and other large tensors are left out: `save` writes them to
 `SCHEMA` is this form as JSON Schema.
 """
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from hooks.base import shown, strict_json
+
+R = TypeVar("R")
 
 VERSION = 1
 """The version of the form. It changes if a field is renamed or removed."""
@@ -165,6 +168,28 @@ def columns(
         values = [getattr(record, name) for record in records]
         tables[f"{axis}.{name}"] = Table(values, axis, known.get(name, ""), of_axis)
     return tables
+
+
+def records(axis: str, kind: Callable[..., R], tables: Mapping[str, Any]) -> list[R]:
+    """Return the records whose attributes `columns` wrote to the tables of a form.
+
+    Args:
+        axis: the axis of the records.
+        kind: the class of the records, whose arguments are the attributes in order.
+        tables: the tables of the form, as JSON types.
+
+    Raises:
+        KeyError: if an attribute has no table.
+
+    >>> from collections import namedtuple
+    >>> Size = namedtuple("Size", "width height")
+    >>> written = form("Sizes", columns("size", [Size(3, 5), Size(2, 7)], "width height"))
+    >>> records("size", Size, written["tables"])
+    [Size(width=3, height=5), Size(width=2, height=7)]
+    """
+    names = inspect.signature(kind).parameters
+    values = [tables[f"{axis}.{name}"]["values"] for name in names]
+    return [kind(*record) for record in zip(*values, strict=True)]
 
 
 def as_json(value: Any) -> dict[str, Any]:

@@ -16,15 +16,18 @@ from hooks.base import number_of, storage, strict_json, unknown_name
 from interp import plots
 from interp.attribution_graphs import influence, neuronpedia
 from interp.attribution_graphs.nodes import AttentionCell, Link, Node
-from interp.json_form import Table, columns, form
+from interp.json_form import Table, columns, form, records
+
+_NEURONPEDIA = "a graph in Neuronpedia's format"
 
 
 @dataclass(repr=False)
 class PrunedGraph(plots.Shown):
     """The nodes and links of an attribution graph that carry most influence.
 
-    A notebook displays the graph. `save` writes pages and numbers for other programs. To keep the
-    graph, write it with `to_neuronpedia` and load it with `from_neuronpedia`.
+    A notebook displays the graph. `save("x.json")` writes the whole graph, and
+    `PrunedGraph.load("x.json")` reads it. `to_neuronpedia` and `from_neuronpedia` exchange graphs
+    with other programs, without `scores` and `cells`.
 
     Attributes:
         nodes, links: the remaining nodes and links.
@@ -37,7 +40,7 @@ class PrunedGraph(plots.Shown):
         about: the other metadata of the file from which the graph was loaded, such as `slug` (the
             name of the graph) and `scan` (the name of the model). Default: empty.
         cells: the attention scores that decide a target, if the graph was made with
-            `attention=True`. Files do not contain them.
+            `attention=True`. Files of Neuronpedia do not contain them.
 
     >>> import tempfile
     >>> from interp import attribution_graph, load_transcoders
@@ -160,7 +163,47 @@ class PrunedGraph(plots.Shown):
             tables[name] = Table(score, unit="share")
         about = {"node_threshold": self.node_threshold, **self.about}
         about |= {"supernodes": self.supernodes, "pins": self.pins}
+        about |= {"names_in_file": self._names_in_file} if self._names_in_file else {}
         return form("PrunedGraph", tables, about)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "PrunedGraph":
+        """Load a graph that `save` wrote to a `.json` file.
+
+        The graph equals the saved graph, except that numbers that were not finite are NaN or None.
+
+        Raises:
+            FileNotFoundError: if the file does not exist.
+            ValueError: if `save` did not write the file. `from_neuronpedia` reads files in the
+                format of Neuronpedia.
+        """
+        with _errors_of(path, "a graph that save wrote"):
+            data = strict_json.loads(storage.path_of(path).read_text(encoding="utf-8"))
+            tables, about = data["tables"], dict(data["about"])
+            nodes = [
+                node._replace(raises=node.raises or ()) for node in records("node", Node, tables)
+            ]
+            links = [
+                link._replace(weight=_number(link.weight)) for link in records("link", Link, tables)
+            ]
+            cells = [*map(_with_tuples, records("cell", AttentionCell, tables))]
+            scores = {
+                name: _number(table["values"])
+                for name, table in tables.items()
+                if name != "tokens" and "." not in name
+            }
+            return cls(
+                nodes=nodes,
+                links=links,
+                tokens=tables["tokens"]["values"],
+                scores=scores,
+                node_threshold=about.pop("node_threshold"),
+                supernodes=about.pop("supernodes"),
+                pins=about.pop("pins"),
+                cells=cells or (),
+                _names_in_file=about.pop("names_in_file", {}),
+                about=about,
+            )
 
     def __repr__(self) -> str:
         kinds = Counter(node.kind for node in self.nodes)
@@ -267,7 +310,7 @@ class PrunedGraph(plots.Shown):
         data = self.neuronpedia(slug, scan)
         path.parent.mkdir(parents=True, exist_ok=True)
         index = path.with_name("graph-metadata.json")
-        with _errors_of(index):
+        with _errors_of(index, _NEURONPEDIA):
             # Keep the other graphs in the list. Other entries of the file are not written again.
             listed = json.loads(index.read_text("utf-8"))["graphs"] if index.exists() else []
             graphs = [entry for entry in listed if entry["slug"] != slug]
@@ -290,7 +333,7 @@ class PrunedGraph(plots.Shown):
             ValueError: if a part is missing, a number is not finite, the type of a node is unknown,
                 two nodes have the same name, or a link has an end that is no node.
         """
-        with _errors_of(path):
+        with _errors_of(path, _NEURONPEDIA):
             return cls._from_json(
                 strict_json.loads(storage.path_of(path).read_text(encoding="utf-8"))
             )
@@ -372,16 +415,30 @@ def _unused_name(label: str, names: Container[str]) -> str:
 
 
 @contextmanager
-def _errors_of(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert errors that the content of a file raises to a ValueError that names the file."""
+def _errors_of(path: str | os.PathLike[str], rule: str) -> Iterator[None]:
+    """Convert errors that the content of a file raises to a ValueError that names the file.
+
+    Args:
+        path: the file.
+        rule: the content that the file must have.
+    """
     try:
         yield
     except KeyError as error:
-        raise ValueError(
-            f"{path} must be a graph in Neuronpedia's format; {error} is missing"
-        ) from None
+        raise ValueError(f"{path} must be {rule}; {error} is missing") from None
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} must be a graph in Neuronpedia's format: {error}") from None
+        raise ValueError(f"{path} must be {rule}: {error}") from None
+
+
+def _with_tuples(cell: AttentionCell) -> AttentionCell:
+    """Return a cell of a JSON file with its pairs as tuples, in place of lists."""
+    pairs = [(query, key, effect) for query, key, effect in cell.pairs]
+    return cell._replace(pairs=pairs)
+
+
+def _number(value: float | None) -> float:
+    """Return a number of a JSON file, in which None stands for a number that is not finite."""
+    return math.nan if value is None else value
 
 
 def _strongest(ends: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:

@@ -233,7 +233,7 @@ class AttributionGraph(plots.Shown):
             node._replace(raises=words) for node, words in zip(nodes, raised, strict=False)
         ]
         scores = {name: getattr(self, name) for name in ("replacement", "completeness", "gap")}
-        cells = [] if self.by_attention is None else self.cells()
+        cells = () if self.by_attention is None else self.cells()
         return PrunedGraph(
             nodes=[*nodes, *self.logits],
             links=links,

@@ -350,9 +350,9 @@ class Shown(HintsAtNames):
         """Write a file, completely or not at all. The suffix of the path determines the format.
 
         `.html` is the picture as a page. For plots, `.png`, `.pdf` and `.svg` are the figure.
-        `.json` is the form of `as_json`, which cannot be loaded again. For a class with `load`,
-        `.safetensors` or a name without a suffix is the file that `load` reads. A `Result` also
-        supports `.csv`.
+        `.json` is the form of `as_json`; only `PrunedGraph.load` reads it. For another class with
+        `load`, `.safetensors` or a name without a suffix is the file that `load` reads. A `Result`
+        also supports `.csv`.
 
         Raises:
             ValueError: if the suffix is not supported. The error lists the supported suffixes.

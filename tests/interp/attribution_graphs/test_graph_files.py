@@ -5,14 +5,17 @@ tests/circuit_tracer/make_files.py made the files.
 
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from safetensors import safe_open
 
+from interp import attribution_graph, load_transcoders
 from interp.attribution_graphs import Link, Node, PrunedGraph
 from tests.count import ROOT
+from tests.shipped import pydoc
 
 HERE = ROOT / "tests" / "circuit_tracer"
 
@@ -60,6 +63,40 @@ def test_a_graph_survives_being_written(name, tmp_path):
         # Without this text in logits, circuit-tracer's page fails.
         if node["feature_type"] == "logit":
             assert "(p=0." in node["clerp"]
+
+
+@pytest.mark.parametrize("attention", [False, True])
+def test_a_saved_graph_is_loaded(attention, tmp_path):
+    model, transcoders = pydoc(), load_transcoders("pydoc-4l/transcoders")
+    options = dict(max_features=30, attention=attention)
+    traced = attribution_graph(model, "part KV8 and part K", transcoders, **options)
+    graph = traced.pruned(0.5, 0.8)
+    graph.pins.append(graph.links[0].source)
+    graph.supernodes["letters"] = [link.target for link in graph.links[:2]]
+    graph.save(tmp_path / "graph.json")
+    again = PrunedGraph.load(tmp_path / "graph.json")
+    assert again == graph
+    assert bool(again.cells) == attention
+    assert {type(part) for node in again.nodes for part in node} > {str, int, float}
+    assert again.subgraph_scores() == graph.subgraph_scores()
+    assert again.inputs(graph.pins[0]) == graph.inputs(graph.pins[0])
+
+
+def test_a_graph_of_a_file_is_saved_and_loaded(tmp_path):
+    graph = graph_of("page")
+    graph.save(tmp_path / "graph.json")
+    again = PrunedGraph.load(tmp_path / "graph.json")
+    assert again == graph
+    assert again.neuronpedia("a", "b") == graph.neuronpedia("a", "b")
+    unknown = replace(graph, links=[Link(*graph.links[0][:2], math.inf)], scores={"gap": math.nan})
+    unknown.save(tmp_path / "unknown.json")
+    loaded = PrunedGraph.load(tmp_path / "unknown.json")
+    assert math.isnan(loaded.links[0].weight)
+    assert math.isnan(loaded.scores["gap"])
+    with pytest.raises(ValueError, match="page.json must be a graph that save wrote"):
+        PrunedGraph.load(HERE / "page.json")
+    with pytest.raises(FileNotFoundError):
+        PrunedGraph.load(tmp_path / "none.json")
 
 
 def test_an_added_feature_may_have_the_name_of_an_error_in_the_file():
