@@ -8,7 +8,7 @@ import torch
 
 from tests import tiny
 
-transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+pytest.importorskip("transformers", reason="needs the extra hf")
 
 KINDS = {
     "gpt2": ("GPT2LMHeadModel", dict(n_inner=17)),

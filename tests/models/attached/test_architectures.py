@@ -13,27 +13,21 @@ import torch
 from torch import nn
 
 from hooks import HookedRunner, HookError, NeverFiredError
+from tests import tiny
 from tests.zoo import Edit, by_hand, opened, same, same_output
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
-SIZES = dict(vocab_size=23, hidden_size=12, intermediate_size=16, num_hidden_layers=2)
-ENCODER = SIZES | dict(num_attention_heads=2)
-DECODER = ENCODER | dict(num_key_value_heads=1, head_dim=6)
-IMAGES = ENCODER | dict(image_size=8, patch_size=4)
-GPT2 = dict(vocab_size=23, n_embd=12, n_layer=2, n_head=2, n_inner=13)
-T5 = dict(
-    vocab_size=23, decoder_start_token_id=0, d_model=12, d_kv=6, d_ff=13, num_layers=2, num_heads=2
-)
 ARCHITECTURES = {
-    "gpt2": ("GPT2LMHeadModel", GPT2),
-    "llama": ("LlamaForCausalLM", DECODER),
-    "qwen3": ("Qwen3ForCausalLM", DECODER),
-    "gemma3": ("Gemma3ForCausalLM", DECODER | dict(sliding_window=3)),
-    "mixtral": ("MixtralForCausalLM", DECODER | dict(num_local_experts=5)),
-    "bert": ("BertForMaskedLM", ENCODER),
-    "t5": ("T5ForConditionalGeneration", T5),
-    "vit": ("ViTForImageClassification", IMAGES),
+    "gpt2": ("GPT2LMHeadModel", dict(n_inner=13)),
+    "llama": ("LlamaForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "gemma3": ("Gemma3ForCausalLM", dict(sliding_window=3)),
+    # The kernel of the experts needs sizes of a multiple of 16 bytes.
+    "mixtral": ("MixtralForCausalLM", dict(intermediate_size=16, num_local_experts=5)),
+    "bert": ("BertForMaskedLM", {}),
+    "t5": ("T5ForConditionalGeneration", dict(d_ff=13, decoder_start_token_id=0)),
+    "vit": ("ViTForImageClassification", dict(image_size=8, patch_size=4)),
 }
 
 
@@ -41,8 +35,7 @@ ARCHITECTURES = {
 def world(name):
     """Return a model, its copy, their input, and the names of modules, blocks and linear maps."""
     architecture, sizes = ARCHITECTURES[name]
-    maker = getattr(transformers, architecture)
-    model = maker(maker.config_class(**sizes, eos_token_id=None, pad_token_id=0)).eval()
+    model = tiny.model(architecture, **sizes, num_hidden_layers=2, pad_token_id=0)
     with torch.no_grad():
         for value in model.parameters():
             value.add_(torch.randn_like(value) * 0.2)

@@ -18,13 +18,13 @@ from torch import nn
 from hooks import HookedRunner, HookError
 from interp import edits, log_prob, sweep
 from models import attach, detach
+from tests import tiny
 from tests.attachable import (
     BATCH,
     CACHE,
     HEADS,
     IS_5_24,
     POS,
-    SIZES,
     VOCAB,
     config_of,
     made,
@@ -435,12 +435,8 @@ def test_an_encoder_whose_last_map_is_elsewhere(relative):
 
     With relative positions, it has more products, so `scores` and `pattern` have no points.
     """
-    sizes = {n: v for n, v in SIZES.items() if n.startswith(("vocab", "hidden", "num", "inter"))}
-    config = transformers.DebertaV2Config(
-        **sizes, relative_attention=relative, pos_att_type=["p2c"]
-    )
-    torch.manual_seed(0)
-    model = transformers.DebertaV2ForMaskedLM(config).eval()
+    options = dict(relative_attention=relative, pos_att_type=["p2c"])
+    model = tiny.model("DebertaV2ForMaskedLM", vocab_size=VOCAB, **options)
     theirs = model(input_ids=TOKENS, output_attentions=True)
     with attach(model) as attached:
         points = HookedRunner(model).points

@@ -11,7 +11,7 @@ from models import attach
 from models.attached.original import AttachError
 from tests import tiny
 
-transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+pytest.importorskip("transformers", reason="needs the extra hf")
 
 WIDTH = 24
 MADE = {

@@ -15,7 +15,7 @@ from models.attached.original import AttachError
 from tests import tiny
 from tests.models.attached.kinds import TOKENS, made
 
-transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+pytest.importorskip("transformers", reason="needs the extra hf")
 
 
 def test_a_model_that_names_a_parameter_as_its_embeddings():
