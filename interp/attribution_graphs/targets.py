@@ -191,7 +191,6 @@ def chosen_targets(
     if isinstance(targets, int):
         targets = _likely_tokens(chances, targets, desired_prob)
     vocab = run.logits.shape[1]
-    layer = len(run.graph.layers)
     logits: list[Node] = []
     features: list[int] = []
     directions = run.logits.new_zeros(len(targets), vocab)
@@ -209,17 +208,8 @@ def chosen_targets(
         # circuit-tracer does.
         number = ids[0] if len(ids) == 1 else vocab + len(logits)
         chance = float(chances[ids[0]]) if len(ids) == 1 else None
-        logits.append(
-            Node(
-                id=f"{layer + 1}_{number}_{pos}",
-                kind="logit",
-                layer=layer,
-                pos=pos,
-                number=number,
-                label=" - ".join(run.write(ids)),
-                probability=chance,
-            )
-        )
+        label = " - ".join(run.write(ids))
+        logits.append(_logit_node(run, number, pos, label=label, probability=chance))
     if len({node.id for node in logits}) < len(logits) or len({*features}) < len(features):
         raise ValueError(f"targets must differ from each other; got {targets}")
     directions = directions[: len(logits)]
@@ -269,34 +259,39 @@ def _nodes_of_answer(run: FrozenRun, answer: Sequence[int], positions: range) ->
         answer: the tokens of the answer.
         positions: the position that predicts each token.
     """
-    layer = len(run.graph.layers)
     logits = []
     for token, pos in zip(answer, positions, strict=True):
-        logits.append(
-            Node(
-                id=f"{layer + 1}_{token}_{pos}",
-                kind="logit",
-                layer=layer,
-                pos=pos,
-                number=token,
-                label=run.write([token])[0],
-                probability=float(run.logits[pos].softmax(-1)[token]),
-            )
-        )
+        chance = float(run.logits[pos].softmax(-1)[token])
+        label = run.write([token])[0]
+        logits.append(_logit_node(run, token, pos, label=label, probability=chance))
     # As in a difference of logits, the number follows the ids of the vocabulary.
     number = run.logits.shape[1] + len(answer)
-    pos = positions[-1]
-    logits.append(
-        Node(
-            id=f"{layer + 1}_{number}_{pos}",
-            kind="logit",
-            layer=layer,
-            pos=pos,
-            number=number,
-            label="".join(run.write([*answer])),
-        )
+    label = "".join(run.write([*answer]))
+    return [*logits, _logit_node(run, number, positions[-1], label=label)]
+
+
+def _logit_node(
+    run: FrozenRun, number: int, pos: int, *, label: str, probability: float | None = None
+) -> Node:
+    """Return the node of a logit, or of a sum of logits.
+
+    Args:
+        run: the frozen run.
+        number: the token of a logit; the number of a sum, after the last token of the vocabulary.
+        pos: the position of the logits.
+        label: the text of the node.
+        probability: the probability of the token; None for a sum.
+    """
+    layer = len(run.graph.layers)
+    return Node(
+        id=f"{layer + 1}_{number}_{pos}",
+        kind="logit",
+        layer=layer,
+        pos=pos,
+        number=number,
+        label=label,
+        probability=probability,
     )
-    return logits
 
 
 def targets_of_contrast(run: FrozenRun, answers: AnswersOfTargets) -> ChosenTargets:
@@ -340,16 +335,8 @@ def targets_of_contrast(run: FrozenRun, answers: AnswersOfTargets) -> ChosenTarg
         node=torch.zeros(len(weights), dtype=torch.long, device=weights.device),
         constant=-signs * entropy,
     )
-    layer = len(run.graph.layers)
     right, wrong = ("".join(run.write([*tokens])) for tokens in answers.whole)
-    node = Node(
-        id=f"{layer + 1}_{vocab}_{pos}",
-        kind="logit",
-        layer=layer,
-        pos=pos,
-        number=vocab,
-        label=f"{right} - {wrong}",
-    )
+    node = _logit_node(run, vocab, pos, label=f"{right} - {wrong}")
     explained = ExplainedAnswers(
         number=f"log p({right!r}) - log p({wrong!r})",
         unit="nats",

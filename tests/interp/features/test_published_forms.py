@@ -306,7 +306,8 @@ def test_places_of_openai_are_in_the_path(folders, point, tmp_path):
     ],
 )
 def test_other_activations_of_openai_are_refused(kind, state, words, tmp_path):
-    openai(tmp_path / "a" / "0.pt", kind, state)
+    copies = [f"activation.{name}" for name in state]
+    openai(tmp_path / "a" / "0.pt", kind, state, drop=copies)
     with pytest.raises(ValueError, match=words):
         load_sae(tmp_path / "a" / "0.pt")
 
