@@ -460,6 +460,7 @@ directions.sparse_probes(model, sae, [TEXT], ['x'], k=[1])      | TypeError | sp
 directions.Contrast([TEXT])                                     | ValueError | no= .* or, for one store, labels= must
 directions.probe(model, ([TEXT], ['x']), pos=None)              | TypeError | pos=; use probe\(model, Contrast\(yes, no, pos=...\), ...\)
 directions.erasure(model, ([TEXT], ['x']), batch=3)             | TypeError | batch=; use erasure\(model, Contrast\(yes, no, batch=...\), ...\)
+directions.probe(model, ([TEXT], ['x']), over='position')       | ValueError | over must be one of None, pos; got 'position'
 directions.Contrast([TEXT], ['x'], batch=0)                     | ValueError | batch must be .*got 0
 directions.Contrast([TEXT], label=[1])                          | TypeError | label=; close matches: labels
 directions.probe(eye, (eye, eye))                                 | TypeError | model must be .*Module; got a .*tensor

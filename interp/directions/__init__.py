@@ -2,8 +2,9 @@
 
 Read `direction` (vectors by point, and their files, also for llama.cpp and repeng), `contrast` (two
 kinds of texts) and `examples` (their values, with `stored` for texts of a store) first. Then read
-`finding` and `probing` (directions from examples), `sparse` (probes of few features of a
-dictionary), `erasing` (removes a concept) and `steering` (effects of a direction) in any order.
+`finding` and `probing` (directions from examples, with `folds` for held-out texts), `sparse`
+(probes of few features of a dictionary), `erasing` (removes a concept) and `steering` (effects of a
+direction) in any order.
 
 >>> from interp import edits
 >>> from interp.directions import difference_of_means

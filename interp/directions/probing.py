@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -39,7 +39,14 @@ from hooks.base import (
 from interp import plots
 from interp.directions.contrast import ContrastOrPair, as_contrast
 from interp.directions.direction import Direction
-from interp.directions.examples import Examples, labelled_examples, text_numbers
+from interp.directions.examples import labelled_examples
+from interp.directions.folds import (
+    ExampleRows,
+    Split,
+    masks_by_position,
+    rows_of_examples,
+    split_of,
+)
 from interp.json_form import form
 from interp.numbers.intervals import interval_text
 from interp.numbers.ranks import area_under_curve
@@ -227,8 +234,8 @@ def probe(
 
     Raises:
         ValueError: if a kind has fewer different texts than there are folds, if a fold would have
-            fewer than 2 different texts, if there are fewer than 2 folds, if `kind` is unknown, or
-            if texts have different numbers of positions with `over="pos"`.
+            fewer than 2 different texts, if there are fewer than 2 folds, if `kind` or `over` is
+            unknown, or if texts have different numbers of positions with `over="pos"`.
         CacheError, TypeError, UnknownNameError, ModeError: as in `difference_of_means`.
         ImportError: if scikit-learn is not installed.
 
@@ -242,57 +249,32 @@ def probe(
     tensor([True])
     """
     require_choice("kind", kind, ("logistic", "linear"))
+    require_choice("over", over, (None, "pos"))
+    if k is not None:
+        require_integer("k", k)
     require_module(model)
     contrast = as_contrast(contrast)
     points, batches = labelled_examples(model, contrast, site)
     parts = [*batches]
-    rows = _rows_of(parts)
-    kinds = _kinds_of_texts(rows, folds)
-    draw = torch.Generator().manual_seed(seed)
-    fold_of = _folds(kinds, folds, draw)
-    drawn = [_drawn(kinds, fold_of, folds=folds, draw=draw)[rows.text] for _ in range(draws)]
-    positions = _by_position(rows) if over == "pos" else None
-    if k is not None:
-        require_integer("k", k)
+    rows = rows_of_examples(parts)
+    split = split_of(rows, folds, draws=draws, seed=seed)
+    masks = [slice(None)] if over is None else masks_by_position(rows)
     classifier = _Classifier(kind, C, k)
-    scores: list[list[list[float]]] = []
+    scores = []
     vectors = {}
     offsets = {}
     for name in progress_of(points, "points", len(points)):
         values = torch.cat([part.values[name] for part in parts]).double().cpu().numpy()
-        for is_used in [slice(None)] if positions is None else positions:
-            labellings = (rows.at(is_used, label) for label in (rows.label, *drawn))
-            scores.append(
-                [classifier.aurocs(values[is_used], part, fold_of) for part in labellings]
-            )
+        scores += [classifier.scores(values, rows, split, is_used) for is_used in masks]
         vector, offsets[name] = classifier.fitted(values, rows.label)
         vectors[name] = torch.tensor(vector).float()
     labels_of: dict[str, Sequence[Any]] = {"point": points}
-    if positions is not None:
-        labels_of["pos"] = _labels_of_positions(contrast.pos, len(positions))
-    about = {
-        "by": f"{kind} probe",
-        "site": site,
-        "rows": len(rows.label),
-        "yes": int(rows.label.sum()),
-    }
-    auroc, control = _results(torch.tensor(scores), labels_of, kinds=kinds, about=about)
+    if over is not None:
+        labels_of["pos"] = _labels_of_positions(contrast.pos, len(masks))
+    facts = {"rows": len(rows.label), "yes": int(rows.label.sum())}
+    about = {"by": f"{kind} probe", "site": site, **facts}
+    auroc, control = _results(torch.tensor(scores), labels_of, kinds=split.kinds, about=about)
     return Probe(Direction(vectors, offsets, about), auroc, control)
-
-
-def _kinds_of_texts(rows: "_Rows", folds: int) -> list[Any]:
-    """Return two arrays: the numbers of the different texts of kind `no`, and of kind `yes`.
-
-    Raises:
-        ValueError: if there are fewer than 2 folds, or more folds than texts of a kind.
-    """
-    kinds = [np.unique(rows.text[rows.label == label]) for label in (0, 1)]
-    if folds < 2 or min(map(len, kinds)) < folds:
-        raise ValueError(
-            "folds must be at least 2, and at most the number of different texts of each kind "
-            f"({len(kinds[1])} and {len(kinds[0])}); got {folds}"
-        )
-    return kinds
 
 
 def _labels_of_positions(pos: Index | str | None, n_positions: int) -> Sequence[int]:
@@ -339,105 +321,11 @@ def _results(
     return auroc, replace(auroc, values=control, counts=(half, half))
 
 
-class _Rows(NamedTuple):
-    """Examples of both kinds, as arrays [row] of NumPy.
-
-    Attributes:
-        label: 1 for texts of the first kind, 0 for texts of the second.
-        text: the number of the text. All copies of a text have the same number.
-        rank: the number of the example among the examples of its text.
-        place: the position in the text without padding.
-    """
-
-    label: Any
-    text: Any
-    rank: Any
-    place: Any
-
-    def at(self, is_used: Any, label: Any) -> "_Rows":
-        """Return some of the rows, with other labels.
-
-        Args:
-            is_used: the rows, as a slice or a mask.
-            label: the label of each row of these `_Rows`.
-        """
-        return _Rows(
-            label=label[is_used],
-            text=self.text[is_used],
-            rank=self.rank[is_used],
-            place=self.place[is_used],
-        )
-
-
-def _rows_of(parts: list[Examples]) -> _Rows:
-    """Return the rows of all batches."""
-    return _Rows(
-        label=torch.cat([torch.full_like(part.text, part.label) for part in parts]).numpy(),
-        text=np.array(text_numbers(parts))[torch.cat([part.text for part in parts]).numpy()],
-        rank=torch.cat([part.rank for part in parts]).numpy(),
-        place=torch.cat([part.place for part in parts]).numpy(),
-    )
-
-
-def _by_position(rows: _Rows) -> list[Any]:
-    """Return a mask of the rows of each position.
-
-    Raises:
-        ValueError: if texts have different numbers of positions.
-    """
-    masks = [rows.rank == n for n in range(rows.rank.max() + 1)]
-    if any(mask.sum() != masks[0].sum() for mask in masks):
-        raise ValueError(
-            "all texts must have the same number of positions with over='pos'; got "
-            f"{masks[0].sum()} texts with "
-            f"at least one position, but {masks[-1].sum()} with {len(masks)}"
-        )
-    return masks
-
-
-def _folds(kinds: list[Any], folds: int, draw: torch.Generator) -> Any:
-    """Draw a fold for each text, so that each fold has texts of both kinds.
-
-    Texts that are in both kinds are distributed first.
-    """
-    n_texts = max(kind.max() for kind in kinds) + 1
-    fold_of = np.full(n_texts, -1)
-    shared = np.intersect1d(*kinds)
-    for texts in (shared, *kinds):
-        left = texts[fold_of[texts] < 0]
-        placed = texts[fold_of[texts] >= 0]
-        # Each text goes to the fold with the fewest texts of this kind. If several folds have the
-        # same number, and some texts are in both kinds, it goes to the smallest of these folds.
-        of_kind = np.bincount(fold_of[placed], minlength=folds)
-        of_all = np.bincount(fold_of[fold_of >= 0] if len(shared) else placed[:0], minlength=folds)
-        for n in torch.randperm(len(left), generator=draw).tolist():
-            fold = np.lexsort((of_all, of_kind))[0]
-            fold_of[left[n]] = fold
-            of_kind[fold] += 1
-            of_all[fold] += 1
-    if min(np.bincount(fold_of, minlength=folds)) < 2:
-        raise ValueError(
-            f"each fold must have at least 2 different texts, to draw labels; got {n_texts} texts "
-            f"for {folds} folds, because some texts are in both yes and no: use fewer folds"
-        )
-    return fold_of
-
-
 def _once(*columns: Any) -> Any:
     """Return a mask of rows that keeps one of several equal rows: the first."""
     first = np.zeros(len(columns[0]), bool)
     first[np.unique(np.stack(columns, 1), axis=0, return_index=True)[1]] = True
     return first
-
-
-def _drawn(kinds: list[Any], fold_of: Any, folds: int, draw: Any) -> Any:
-    """Return a random label for each text. Each fold has texts with both labels."""
-    drawn = np.zeros(len(fold_of), int)
-    each_once = [kinds[0], np.setdiff1d(kinds[1], kinds[0])]
-    for fold in range(folds):
-        members = np.concatenate([texts[fold_of[texts] == fold] for texts in each_once])
-        drawn[members[torch.randperm(len(members), generator=draw)]] = np.arange(len(members)) % 2
-    return drawn
 
 
 @dataclass(frozen=True)
@@ -447,6 +335,23 @@ class _Classifier:
     kind: str
     C: float
     k: int | None = None
+
+    def scores(
+        self, values: Any, rows: ExampleRows, split: Split, is_used: Any
+    ) -> list[list[float]]:
+        """Return the AUROC of some rows, [labels, fold]: with the true labels, and of each draw.
+
+        Args:
+            values: the values of all rows, [row, d].
+            rows: the facts of all rows.
+            split: the folds, and the labels of all rows.
+            is_used: the rows that are used, as a slice or a mask.
+        """
+        used_values = values[is_used]
+        scores = []
+        for labels in split.labels:
+            scores.append(self.aurocs(used_values, rows.at(is_used, labels), split.fold_of))
+        return scores
 
     def fitted(self, values: Any, labels: Any) -> tuple[Any, float]:
         """Return the direction and the offset that separate values by their labels.
@@ -476,7 +381,7 @@ class _Classifier:
             bias = float(fit.intercept_)
         return weights / spread, bias - float(mean @ (weights / spread))
 
-    def aurocs(self, values: Any, rows: _Rows, fold_of: Any) -> list[float]:
+    def aurocs(self, values: Any, rows: ExampleRows, fold_of: Any) -> list[float]:
         """Return the AUROC of each fold with a fit on the other folds.
 
         Copies of a text count once in the AUROC: of several rows with the same label, text and
