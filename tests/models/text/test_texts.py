@@ -459,6 +459,9 @@ def test_the_loss_reads_tokens_in_every_form():
             assert found[~found.isnan()].tolist() == pytest.approx(each, abs=1e-9)
     one = next_token_loss(logits[1:], text.listed()[1])
     assert one[0].tolist() == pytest.approx(expected[1], abs=1e-9)
+    # The logits of an encoder-decoder model are at the tokens of the decoder.
+    decoded = {"input_ids": torch.tensor([[1, 2]]), "decoder_input_ids": text.tokens[1:]}
+    assert torch.equal(next_token_loss(logits[1:], decoded), one)
     with pytest.raises(ValueError, match="without a mask"):
         next_token_loss(logits, text, text.attention_mask)
     with pytest.raises(ValueError, match="attention_mask must be"):
@@ -518,8 +521,12 @@ def test_a_model_converts_the_words_of_a_metric():
     assert [eval(part, {"attached": attached}) for part in advice] == [" cat", 4]
     # A word that is a token only after a space must have the space.
     attached.tokenizer.pieces[4] = "elsewhere"
-    with pytest.raises(ValueError, match="write ' cat' for a new word"):
+    with pytest.raises(ValueError, match="write ' cat' for a new word$"):
         measure(interp.log_prob("cat"), output, mask, model=model)
+    # A word with a space needs no other space.
+    attached.tokenizer.pieces[13] = "  dog"
+    found = measure(interp.log_prob(" dog"), output, mask, model=model)
+    assert found.tolist() == pytest.approx([-nats(row, 17) for row in last], abs=1e-5)
 
 
 # --- pairs
