@@ -4,6 +4,8 @@ import pytest
 
 from tests import tiny
 
+pytest.importorskip("transformers", reason="needs the extra hf")
+
 
 def test_sizes_differ():
     sizes = [size for size in tiny.SIZES.values() if size is not None]

@@ -108,8 +108,7 @@ def encodings():
 
     They are tensors with padding on either side, arrays, and lists without padding.
     """
-    from transformers import BatchEncoding
-
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     model = reading()
     ids = [*map(model.encoded, TEXTS)]
     yield {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}
@@ -117,9 +116,9 @@ def encodings():
         tokens, mask = model.to_tokens(ids, side=side)
         padded = {"input_ids": tokens, "attention_mask": mask.long()}
         yield padded
-        yield BatchEncoding(padded | {"token_type_ids": torch.zeros_like(tokens)})
+        yield transformers.BatchEncoding(padded | {"token_type_ids": torch.zeros_like(tokens)})
         yield {name: value.numpy() for name, value in padded.items()}
-        yield BatchEncoding({name: value.tolist() for name, value in padded.items()})
+        yield transformers.BatchEncoding({name: value.tolist() for name, value in padded.items()})
 
 
 @pytest.mark.parametrize("n", range(9))
