@@ -2,8 +2,6 @@
 
 import argparse
 
-import torch
-
 from hooks import HookedRunner
 from interp import edits
 from interp.cli.common import model_of, print_or_write, text_of_options
@@ -11,38 +9,25 @@ from interp.cli.edits import parsed
 from interp.directions import Direction
 from interp.edits.edit import Edit
 from interp.json_form import Table, form
-from interp.protocol import of
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the text with its continuation."""
+    from models import generate_text
+
     changes = [parsed(text) for text in options.edit]
     for text in options.steer:
         changes += _steering(text)
     model = model_of(options, trained=True)
     prompt = text_of_options(options)
     with HookedRunner(model).hooks(changes):
-        if isinstance(language := of(model), type(model)):
-            from models import generate_text
-
-            text = generate_text(
-                model,
-                prompt,
-                max_new_tokens=options.tokens,
-                temperature=options.temperature,
-                seed=options.seed,
-            )
-        else:
-            tokens = language.to_tokens(prompt).tokens
-            settings = {"do_sample": options.temperature > 0}
-            if options.temperature > 0:
-                settings["temperature"] = options.temperature
-            # `transformers` draws from PyTorch's global generators, which are restored afterwards.
-            devices = [model.device] if model.device.type == "cuda" else []
-            with torch.random.fork_rng(devices):
-                torch.manual_seed(options.seed)
-                rows = model.generate(tokens, max_new_tokens=options.tokens, **settings)
-            text = language.to_text(rows[0])
+        text = generate_text(
+            model,
+            prompt,
+            max_new_tokens=options.tokens,
+            temperature=options.temperature,
+            seed=options.seed,
+        )
     about = {"edits": options.edit, "steered by": options.steer}
     texts = {"prompt": Table(prompt), "text": Table(text)}
     print_or_write(options, text, form("Generated", texts, about))
