@@ -68,12 +68,18 @@ class Activation(NamedTuple):
 
 
 class TopActivations(list[Activation], plots.Shown):
-    """Positions in texts, the largest value first."""
+    """Positions in texts, the largest value first.
+
+    A printed place shows the words around the token with the value, which is between « and ». If
+    the model has no tokenizer, it shows the numbers of the tokens.
+    """
 
     def __repr__(self) -> str:
         lines = [
             f"TopActivations: {number_of(len(self), 'place')}, values in the unit of the point"
         ]
+        if any(place.pieces is None for place in self):
+            lines.append("  tokens are numbers, because the model has no tokenizer to write words")
         lines += [f"  {place!r}" for place in self[:_SHOWN]]
         if len(self) > _SHOWN:
             lines.append(f"  and {len(self) - _SHOWN} more")
@@ -141,7 +147,15 @@ def max_activating(
     >>> model[0].weight.data = torch.arange(14.0).view(7, 2)
     >>> max_activating(model, [[3, 1], [4, 2]], "1", vector=torch.tensor([1.0, 0.0]), k=1)
     TopActivations: 1 place, values in the unit of the point
+      tokens are numbers, because the model has no tokenizer to write words
       8 in text 1 at 0: '«4» 2'
+
+    With a tokenizer, the words around the token are printed:
+
+    >>> from models import load
+    >>> max_activating(load("pydoc-4l"), "part KV8 and part K", "blocks.2.mlp.post", neuron=5, k=1)
+    TopActivations: 1 place, values in the unit of the point
+      0.9327 in text 0 at 3: 'par«t» KV8 '
     """
     require_integer("k", k)
     runner = runner_of(model)

@@ -844,10 +844,14 @@ def test_readings_print_words():
     )
     assert "".join(best[0].pieces) == TEXTS[best[0].text]
     assert f"«{best[0].pieces[best[0].pos]}»" in repr(best[0])
+    assert "tokenizer" not in repr(best)
     tokens = interp.singular_tokens(model, 1, 0, k=2, top=3)
     assert tokens.texts[0] == model.to_pieces(tokens.read)
     assert repr(tokens.texts[1][1][0][0]) in repr(tokens)
     model.tokenizer = None
+    numbers = repr(interp.max_activating(model, IDS, "embed", k=1)).splitlines()
+    assert "no tokenizer" in numbers[1]
+    assert "«" in numbers[2]
     assert interp.logit_lens(model, cache).first is None
     assert (
         str(lens.tokens[0, 0, 0, 0].item()) in repr(interp.logit_lens(model, cache)).splitlines()[2]
