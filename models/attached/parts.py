@@ -46,7 +46,8 @@ This is no limit of rounding: the right term leaves almost nothing, and another 
 than the whole change.
 """
 _STAYS = 0.1
-"""The output of a norm of twice the input differs by at most this share of the largest number.
+"""If the input of a norm is doubled, or if its mean changes and the norm subtracts it, the output
+differs by at most this share of the largest number.
 
 This is no limit of rounding: the output of a norm hardly changes, and a copy of the input doubles.
 """
@@ -228,10 +229,9 @@ def norm_of(call: Call) -> TracedNorm | None:
         given_gain = at_least_float32(whole(weight).to(x.device))
         gains = [given_gain, 1 + given_gain]
     shift = at_least_float32(whole(bias).to(x.device)) if isinstance(bias, Tensor) else 0.0
-    best = norm_rounding(output.dtype)
-    norm = None
     if _hands_on(call, x, output):
         return None
+    fits: list[tuple[float, TracedNorm]] = []
     for centered, eps in itertools.product((True, False), _epsilons(module)):
         candidate = TracedNorm(module, centered, eps=eps, bias=isinstance(bias, Tensor))
         shape = candidate._centered(x) / candidate.scale(x)
@@ -240,10 +240,22 @@ def norm_of(call: Call) -> TracedNorm | None:
             error = (normed - at_least_float32(output)).abs().max() / normed.abs().max().clamp(
                 min=1e-30
             )
-            if error < best:
-                best = float(error.detach())
-                norm = candidate
-    return norm
+            if error < norm_rounding(output.dtype):
+                fits.append((float(error.detach()), candidate))
+    if len({candidate.centered for _, candidate in fits}) > 1:
+        # The mean of every input is 0, so the output does not show whether the norm subtracts it.
+        centered = _subtracts_mean(call, x, output)
+        fits = [(error, norm) for error, norm in fits if norm.centered == centered]
+    return min(fits, key=lambda fit: fit[0])[1] if fits else None
+
+
+def _subtracts_mean(call: Call, x: Tensor, output: Tensor) -> bool:
+    """Return whether the output of a norm stays the same if the mean of its input changes.
+
+    If no copy of the module runs, the result is True.
+    """
+    moved = _made_by_copy(call.module, x + x.abs().max())
+    return moved is None or agree(moved, output, _STAYS)
 
 
 def _without_half(call: Call) -> tuple[Tensor, Tensor]:

@@ -375,6 +375,19 @@ def test_a_norm_that_returns_its_input_is_a_norm_and_dropout_is_not():
             assert (norm_of(call) is not None) == is_norm
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_norm_of_inputs_with_mean_zero_is_told_from_the_other_kind(kind, dtype):
+    """The first norm of Bloom reads the output of another norm, whose mean is 0."""
+    for seed in range(20):
+        x = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(seed))
+        x = (x - x.mean(-1, keepdim=True)).to(dtype)
+        module = kind(24, eps=1e-5).to(dtype)
+        call = Call("some", module, [x], 0, output=module(x), ended=1)
+        assert norm_of(call).centered == (kind is nn.LayerNorm)
+
+
 @pytest.mark.parametrize("least", [float("-inf"), torch.finfo(torch.float32).min])
 def test_a_mask_with_a_bias_shows_which_keys_are_seen(least):
     past = torch.full((5, 5), least).triu(1)
