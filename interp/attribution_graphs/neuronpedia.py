@@ -92,44 +92,28 @@ def read(data: Mapping[str, Any], tokens: Sequence[str], labels: Mapping[str, st
             impossible.
     """
     name = data["node_id"]
-    layer = str(data["layer"])
     pos = int(data["ctx_idx"])
-    feature = data["feature"]
-    label = data.get("clerp") or ""
-    matched = _NAME.fullmatch(name)
     kind = _kind_of(data)
-    _require_place(name, layer, pos, n_tokens=len(tokens))
-    if matched is None and kind != "error":
-        raise ValueError(f"the name of a node must end in its number and position; got {name!r}")
-    index = int(matched[1]) if matched else -1
-    depth = -1 if layer == "E" else int(layer)
-    first = layer
+    _require_place(name, str(data["layer"]), pos, n_tokens=len(tokens))
+    number = _number_in_name(name, kind)
+    label = _label_of(data, kind, labels)
+    layer = -1 if str(data["layer"]) == "E" else int(data["layer"])
+    first = str(data["layer"])
     chance = None
-    if kind == "error":
-        index = -1
-    elif kind == "feature":
-        keys = (str(feature), f"{layer}_{feature}_{pos}")
-        # Neuronpedia's server writes this label for features without a label.
-        label = "" if label == f"F{feature}" else label
-        label = next((labels[key] for key in keys if labels.get(key)), label)
-    elif kind == "logit":
+    if kind == "logit":
+        layer = _number_of_layers(data, layer)
+        first = str(layer + 1)
         # Differences of logits have no probability, and the format contains 0 for them.
         chance = number_or_none(data, "token_prob") or None
-        label_of_token = _LOGIT.fullmatch(label)
-        label = label_of_token[2] if label_of_token else label
-        depth = _number_of_layers(data, depth)
-        first = str(depth + 1)
-    else:
+    elif kind in _EMBEDDINGS.values():
         first = name.partition("_")[0]
-        kind = _EMBEDDINGS.get(first, "token")
-        label = tokens[pos] if kind == "token" else label
     return Node(
-        id=f"{first}_{index}_{pos}",
+        id=f"{first}_{number}_{pos}",
         kind=kind,
-        layer=depth,
+        layer=layer,
         pos=pos,
-        number=index,
-        label=label,
+        number=number,
+        label=tokens[pos] if kind == "token" else label,
         activation=number_or_none(data, "activation"),
         probability=chance,
         influence=number_or_none(data, "influence"),
@@ -137,7 +121,7 @@ def read(data: Mapping[str, Any], tokens: Sequence[str], labels: Mapping[str, st
 
 
 def _kind_of(data: Mapping[str, Any]) -> NodeKind:
-    """Return the kind of a node.
+    """Return the kind of a node. The names of embeddings contain their kind.
 
     Raises:
         ValueError: if the type in the file is unknown.
@@ -148,7 +132,44 @@ def _kind_of(data: Mapping[str, Any]) -> NodeKind:
             f"feature_type of {data['node_id']} must be one of {', '.join(_KINDS)}; got "
             f"{data['feature_type']!r}"
         )
+    if kind in _EMBEDDINGS.values():
+        return _EMBEDDINGS.get(data["node_id"].partition("_")[0], "token")
     return kind
+
+
+def _number_in_name(name: str, kind: NodeKind) -> int:
+    """Return the number of a node, which is in its name; -1 for errors.
+
+    Raises:
+        ValueError: if the name contains no number and position.
+    """
+    if kind == "error":
+        return -1
+    matched = _NAME.fullmatch(name)
+    if matched is None:
+        raise ValueError(f"the name of a node must end in its number and position; got {name!r}")
+    return int(matched[1])
+
+
+def _label_of(data: Mapping[str, Any], kind: NodeKind, labels: Mapping[str, str]) -> str:
+    """Return the label of a node.
+
+    Args:
+        data: the JSON object.
+        kind: the kind of the node.
+        labels: the labels that a user gave to features; see `read`.
+    """
+    feature = data["feature"]
+    label = data.get("clerp") or ""
+    if kind == "logit":
+        label_of_token = _LOGIT.fullmatch(label)
+        return label_of_token[2] if label_of_token else label
+    if kind != "feature":
+        return label
+    # Neuronpedia's server writes this label for features without a label.
+    label = "" if label == f"F{feature}" else label
+    keys = (str(feature), f"{data['layer']}_{feature}_{int(data['ctx_idx'])}")
+    return next((labels[key] for key in keys if labels.get(key)), label)
 
 
 def _number_of_layers(data: Mapping[str, Any], layer: int) -> int:

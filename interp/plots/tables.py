@@ -54,44 +54,55 @@ def effects(result: Any, facet: str | None = None) -> View:
     facet = axes[0] if facet is None and len(axes) == 3 else facet
     rest = plotted_axes(axes, facet)
     low, high = (end.detach().cpu() for end in result.interval())
-    title = headline(result)
-
-    def draw() -> Any:
-        return result.plot(facet)
-
     if len(rest) == 1:
-        return View(title, [_bars(rest[0], result, means=means, low=low, high=high)], draw)
+        part = _bars(rest[0], result, means=means, low=low, high=high)
+    else:
+        part = _heat_maps(result, rest, facet, means=means, low=low, high=high)
+    return View(headline(result), [part], lambda: result.plot(facet))
+
+
+def _heat_maps(
+    result: Any, axes: Sequence[str], facet: str | None, *, means: Tensor, low: Tensor, high: Tensor
+) -> dict[str, Any]:
+    """Return the part of a heat map, or of one heat map for each label of the facet.
+
+    Args:
+        result: the result.
+        axes: the axes of the rows and the columns.
+        facet: the axis with a heat map for each label; None for a single heat map.
+        means: the means.
+        low, high: the ends of their intervals; NaN without intervals.
+    """
     has_intervals = bool(low.isfinite().any())
-    rows, columns = (min(len(result.labels[axis]), MOST_COLUMNS) for axis in rest)
+    rows, columns = (min(len(result.labels[axis]), MOST_COLUMNS) for axis in axes)
     n_tables = 1 if facet is None else len(result.labels[facet])
     n_numbers = (1 + 2 * has_intervals) * rows * columns
     n_drawn = max(1, min(n_tables, MOST_WEIGHTS // n_numbers))
 
     def drawn(values: Tensor) -> Tensor:
         """Return the tables that are drawn, [facet, row, column]."""
-        by_facet = values[None] if facet is None else values.movedim(axes.index(facet), 0)
+        by_facet = values[None] if facet is None else values.movedim(result.axes.index(facet), 0)
         return by_facet[:n_drawn, -rows:, -columns:]
 
     tables = drawn(means)
     gap = None if result.base is None or result.target is None else result.target - result.base
     down, across = (
         axis_part(axis, result.labels[axis], words=result.words.get(axis), most=MOST_COLUMNS)
-        for axis in rest
+        for axis in axes
     )
-    part = grid_part(
-        title,
+    return grid_part(
+        headline(result),
         tables,
         rows=down,
         columns=across,
         unit=result.unit,
         facets=[f"{facet} {label}" for label in result.labels[facet][:n_drawn]] if facet else [],
         least=0.0 if gap is None else abs(gap.mean().item()),
-        from_end=rest[-1] in ("pos", "key", "query"),
+        from_end=axes[-1] in ("pos", "key", "query"),
         written=True,
         more={"95 % from": drawn(low), "95 % to": drawn(high)} if has_intervals else {},
         note=thinned(means.numel(), tables.numel(), "values"),
     )
-    return View(title, [part], draw)
 
 
 @explains_calls

@@ -57,6 +57,24 @@ def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
     if kind == "temporal":
         norm, factor = _norm(config, norm_factor)
         return temporal.built(config, weights, norm=norm, factor=factor, place=place)
+    return _encoder_and_decoder(config, weights, norm_factor=norm_factor, place=place)
+
+
+def _encoder_and_decoder(
+    config: Mapping[str, Any],
+    weights: Weights,
+    norm_factor: float | None,
+    place: Mapping[str, Any],
+) -> Dictionary:
+    """Return a dictionary of the other architectures: an encoder, a nonlinearity and a decoder.
+
+    Args:
+        config: the config.
+        weights: the tensors of the file.
+        norm_factor: see `load_sae`.
+        place: the points that the dictionary reads and writes, and its origin.
+    """
+    kind = config.get("architecture", "standard")
     skip = {"W_skip"} if "skip" in kind else set[str]()
     biases = {"b_gate", "r_mag", "b_mag"} if kind == "gated" else {"b_enc"}
     thresholds = weights.keys() & {"threshold", "log_threshold", "topk_threshold"}
@@ -77,7 +95,7 @@ def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
         b_dec=weights["b_dec"] / norm_factor,
         activation=_activation(kind, config, weights),
         W_skip=weights["W_skip"].T if skip else None,
-        subtracts_b_dec=_subtracts(config) and not is_transcoder,
+        subtracts_b_dec=_subtracts(config) and not place["transcodes"],
         norm=norm,
         **place,
     )

@@ -469,6 +469,21 @@ def test_a_circuit_explains_the_names_of_nodes(bundled):
     assert view.parts[0]["names"] == ["a1.h2: head 2 of layer 1", "m3: MLP of layer 3"]
 
 
+def test_heat_maps_have_a_table_for_each_label_of_the_facet():
+    values = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(1))
+    base, target = torch.zeros(7), torch.full((7,), 4.0)
+    result = Result(values, ("layer", "head", "pos", "example"), base, target)
+    (part,) = plots.effects(result, facet="head").parts
+    assert torch.equal(part["values"], values.mean(-1).movedim(1, 0))
+    for end, name in zip(result.interval(), ("95 % from", "95 % to"), strict=True):
+        assert torch.equal(part["more"][name], end.movedim(1, 0))
+    assert part["facets"] == ["head 0", "head 1", "head 2"]
+    # The colours reach target - base, and the last positions are in view.
+    assert part["limit"] == 4
+    assert part["from_end"]
+    assert not plots.effects(result.select(pos=0)).parts[0]["from_end"]
+
+
 def test_cards_of_features():
     example = FeatureExample([HOSTILE[0], "a", "b"], [0.5, 2.0, 0.0], 1)
     card = FeatureCard(
