@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from hooks.base import (
     HasLogits,
+    Text,
+    as_text,
     at_least_float32,
     explains_calls,
     logits_in,
@@ -41,7 +43,7 @@ Writer = Callable[[Any], Any]
 
 
 _LOGITS_HINT = "model(texts) gives them"
-_MASK = "model.to_tokens(texts).attention_mask is the mask"
+_MASK = "model.to_tokens(texts) contains the mask"
 _CONVERSION = "measure(metric, logits, model=model) converts them"
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")
 
@@ -348,7 +350,7 @@ def metric_of_examples(
 def measure(
     metric: Metric,
     logits: Float[Tensor, "batch pos vocab"] | HasLogits,
-    attention_mask: Shaped[Tensor, "batch _column"] | None = None,
+    attention_mask: Shaped[Tensor, "batch _column"] | Text | Mapping[str, Any] | None = None,
     *,
     model: nn.Module | None = None,
 ) -> Float[Tensor, " batch"]:
@@ -361,7 +363,8 @@ def measure(
         metric: a metric of `interp.metrics`, or any function from logits to one number for each
             example.
         logits: the logits of the model for whole texts, or the output of a model of `transformers`.
-        attention_mask: True or 1 at real tokens, [batch, pos]. Default: no padding.
+        attention_mask: True or 1 at real tokens, [batch, pos]; or a `Text` or the output of a
+            tokenizer of `transformers`, which contain the mask. Default: no padding.
         model: the model whose tokenizer reads the words of the metric, such as `" Mary"`; a model
             of `transformers` must be attached. Default: None, for a metric without words. The
             logits do not tell which word a text ends with, so write the space before a new word.
@@ -386,7 +389,7 @@ def measure(
     >>> measure(metric, logits, text.attention_mask).exp()  # the probabilities of "t" and "."
     tensor([0.8722, 0.4660])
     >>> metric = log_prob(["t", "."])
-    >>> measure(metric, logits, text.attention_mask, model=model).exp()
+    >>> measure(metric, logits, text, model=model).exp()
     tensor([0.8722, 0.4660])
     """
     whole = logits_in(logits)
@@ -396,12 +399,17 @@ def measure(
             "measure(logit_diff(right, wrong), model(texts)); "
             f"got {shown(metric)} and {shown(logits)}"
         )
-    require_kind(
-        "attention_mask", attention_mask, (Tensor, type(None)), "a tensor [batch, pos]", _MASK
-    )
+    padding = _mask_in(attention_mask)
+    require_kind("attention_mask", padding, (Tensor, type(None)), "a tensor [batch, pos]", _MASK)
     if isinstance(metric, WordedMetric) and model is not None:
         metric = metric.read_alone(model)
     # Read the mask once: each look at a mask on a device waits for the device.
-    mask = None if attention_mask is None else attention_mask.cpu()
+    mask = None if padding is None else padding.cpu()
     logits_read = last_real(whole, last_of(metric, mask), mask)
     return metric_of_examples(metric, logits_read, len(whole))
+
+
+def _mask_in(texts: Any) -> Any:
+    """Return the mask that texts contain. A mask, and anything else, is returned unchanged."""
+    text = as_text(texts) if isinstance(texts, Mapping) else texts
+    return text.of_logits.attention_mask if isinstance(text, Text) else texts

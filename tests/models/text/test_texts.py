@@ -492,8 +492,13 @@ def test_a_model_converts_the_words_of_a_metric():
     mask = text.attention_mask
     words = interp.log_prob([" dog", " cat"])
     expected = [-nats(last[0], 17), -nats(last[1], 16)]
-    found = measure(words, output, mask, model=model)
-    assert found.tolist() == pytest.approx(expected, abs=1e-5)
+    mapping = {"input_ids": text.tokens, "attention_mask": mask}
+    for given in (mask, text, mapping):
+        found = measure(words, output, given, model=model)
+        assert found.tolist() == pytest.approx(expected, abs=1e-5)
+    for wrong in (TEXTS, {"input_ids": [[3, 4]]}):
+        with pytest.raises(TypeError, match="to_tokens"):
+            measure(words, output, wrong, model=model)
     change = [{"blocks.0.mlp_out": edits.scale(0.5)}]
     assert interp.sweep(model, text, change, words).base.tolist() == pytest.approx(expected)
     difference = measure(interp.logit_diff(" dog", "<s>"), output, mask, model=model)
