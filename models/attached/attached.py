@@ -18,6 +18,7 @@ from hooks.base import (
     agree,
     attribute_hint,
     carried,
+    generator,
     has_shards,
     logits_rounding,
     remove_hooks,
@@ -34,6 +35,7 @@ from models.attached.original import (
     KernelName,
     base_of,
     configs_of,
+    embedding_of,
     is_config,
     is_encoder_decoder,
     kernel_name,
@@ -58,6 +60,8 @@ from models.weights import BlockWeights
 
 # The parts of `LanguageModel` that exist only if some blocks read a text.
 _STEPS = ("context", "context_of", "input_resid", "run_block", "in_pieces", "logits", "plain")
+_LEAST_GRADIENT = 1e-6
+"""A gradient at a token counts as 0 if it is at most this share of the largest gradient."""
 
 
 class Attached(ReadsText):
@@ -345,6 +349,9 @@ class Attached(ReadsText):
         tokens = tokens_for(self.model)
         changed = torch.cat([tokens[:, :-1], tokens[:, :1]], 1)
         with mode(self.model, training=False):
+            reads_later = self._reads_last_token(tokens)
+            if reads_later is not None:
+                return not reads_later
             try:
                 logits, others = (
                     logits_of(hooks_disabled(self.run_base, part)) for part in (tokens, changed)
@@ -354,10 +361,46 @@ class Attached(ReadsText):
                 return True
         if logits.ndim != 3 or logits.shape[1] != tokens.shape[1]:
             return True
-        # In a causal model, only rounding may differ between the runs. In other models, a later
+        # In a causal model, only rounding may differ between the runs. In most other models, a later
         # token changes the logits much more.
         tolerance = logits_rounding(logits.dtype)
         return agree(logits[:, :-1], others[:, :-1], tolerance)
+
+    def _reads_last_token(self, tokens: Int[Tensor, "batch pos"]) -> bool | None:
+        """Return whether earlier logits have a gradient at the embedding of the last token.
+
+        The gradient is 0 in a causal model, and only there. The result is None if there are no
+        logits at each position, or no gradient can be computed, for example because a kernel of a
+        quantized model has none.
+        """
+        embedding = embedding_of(self.model)
+        if embedding is None:
+            return None
+        embedded: list[Tensor] = []
+
+        def leaf(output: Tensor) -> Tensor:
+            embedded.append(output.detach().clone().requires_grad_())
+            return embedded[-1]
+
+        def gradient() -> Tensor:
+            with Session() as session:
+                session.after(embedding, leaf)
+                logits = logits_of(self.run_base(tokens))
+            if logits.shape[:-1] != tokens.shape:
+                raise ValueError("the model does not return logits at each position")
+            logits = logits[:, :-1]
+            # The sum of all logits of a position may be constant, so the factors are random.
+            factors = torch.randn(logits.shape, generator=generator(0, "factors of logits"))
+            return torch.autograd.grad((logits * factors.to(logits)).sum(), embedded)[0]
+
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                gradients = hooks_disabled(gradient)
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            return None
+        if gradients.shape[:2] != tokens.shape:
+            return None
+        return bool(gradients[:, -1].abs().max() > _LEAST_GRADIENT * gradients.abs().max())
 
     @property
     def mask_token(self) -> int | None:

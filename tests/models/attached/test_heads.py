@@ -184,6 +184,14 @@ def test_whether_a_model_reads_later_tokens(name, is_causal):
     assert attach(made(name)).is_causal == is_causal
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_weak_attention_to_later_tokens_is_found(dtype, seed):
+    """With initial weights, a later token changes the logits by less than rounding in some runs."""
+    assert not attach(tiny.model("BertForMaskedLM", seed=seed).to(dtype)).is_causal
+    assert attach(tiny.model("LlamaForCausalLM", seed=seed).to(dtype)).is_causal
+
+
 MASKED = ["it is [MASK] and very good", "[MASK] film is bad"]
 UNMASKED = ["it is [MASK] and very bad", "[MASK] film is good"]
 ANSWERS = [("not", "good"), ("a", "very")]
