@@ -361,8 +361,8 @@ class Attached(ReadsText):
                 return True
         if logits.ndim != 3 or logits.shape[1] != tokens.shape[1]:
             return True
-        # In a causal model, only rounding may differ between the runs. In most other models, a later
-        # token changes the logits much more.
+        # In a causal model, only rounding may differ between the runs. In most other models, a
+        # later token changes the logits much more.
         tolerance = logits_rounding(logits.dtype)
         return agree(logits[:, :-1], others[:, :-1], tolerance)
 
