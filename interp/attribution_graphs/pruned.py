@@ -437,7 +437,7 @@ def _with_tuples(cell: AttentionCell) -> AttentionCell:
 
 
 def _number(value: float | None) -> float:
-    """Return a number of a JSON file, in which None stands for a number that is not finite."""
+    """Return a number of a JSON file; NaN for None, because files have no NaN and no infinity."""
     return math.nan if value is None else value
 
 
