@@ -462,6 +462,7 @@ directions.probe(model, ([TEXT], ['x']), pos=None)              | TypeError | po
 directions.erasure(model, ([TEXT], ['x']), batch=3)             | TypeError | batch=; use erasure\(model, Contrast\(yes, no, batch=...\), ...\)
 directions.probe(model, ([TEXT], ['x']), over='position')       | ValueError | over must be one of None, pos; got 'position'
 directions.Contrast([TEXT], ['x'], batch=0)                     | ValueError | batch must be .*got 0
+directions.Contrast([TEXT], ['x'], groups='pair')                | TypeError | groups must be a list .*, or 'pairs'; got 'pair'
 directions.Contrast([TEXT], label=[1])                          | TypeError | label=; close matches: labels
 directions.probe(eye, (eye, eye))                                 | TypeError | model must be .*Module; got a .*tensor
 directions.probe(model, [TEXT])                                 | TypeError | pair .*; got a list of 1: write \(yes, no\)

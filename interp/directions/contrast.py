@@ -1,7 +1,8 @@
 """The two kinds of texts that a direction, an eraser or a probe tells apart.
 
 1. A caller writes the kinds as a pair `(yes, no)`, or as a `Contrast`, which has more settings: the
-   positions that are read in each text, and the kinds of the texts of one store.
+   positions that are read in each text, the groups of texts that belong together, and the kinds
+   of the texts of one store.
 2. `as_contrast` turns both forms into a `Contrast`, which checks its settings.
 3. `Contrast.kinds` returns the texts of each kind. A store is replaced by its texts of this kind.
 """
@@ -10,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, cast
 
-from torch import nn
+import numpy as np
+from jaxtyping import Shaped
+from torch import Tensor, nn
 
 from hooks import ActivationCache
 from hooks.base import Index, Texts, is_one_text, names_fields, require_integer, shown
@@ -19,6 +22,9 @@ from interp.store import Activations
 
 KindOfExamples = Texts | ActivationCache | Activations
 """Texts of one kind, as the user provides them."""
+
+Groups = Sequence[Any] | Shaped[Tensor, " text"] | Shaped[np.ndarray, " text"]
+"""The group of each text, a name or a number; or the word `pairs`."""
 
 TextsOfKind = Texts | ActivationCache | StoredTexts
 """Texts of one kind, with a store replaced by its texts of this kind."""
@@ -38,6 +44,11 @@ class Contrast:
             batches. One store can contain both kinds; then omit `no` and give `labels`.
         labels: for one store with both kinds: True for each text of kind `yes`, and False for each
             text of kind `no`.
+        groups: the group of each text, a name or a number. In `probe` and `sparse_probes`, all
+            texts of a group are in one fold, as in scikit-learn's `GroupKFold`. The order is the
+            texts of `yes` followed by the texts of `no`; with `labels`, the texts of the store. For
+            matched lists, write `"pairs"`: then text n of `yes` and text n of `no` are one group.
+            Default: each text is a group.
         pos: the positions of the examples in each text; None for all tokens. Padding is never an
             example. For chats (`models.chat`), it can be the name of a span. It can also contain a
             list of positions for each text: for the texts of `yes` followed by the texts of `no`,
@@ -50,6 +61,7 @@ class Contrast:
     Raises:
         ValueError: if neither `no` nor `labels` are given, if both are given, if only one kind is a
             store, or if `batch` is below 1.
+        TypeError: if `groups` is neither a list nor `"pairs"`.
 
     >>> from interp.directions import difference_of_means, erasure
     >>> from models import load
@@ -65,11 +77,13 @@ class Contrast:
     no: "KindOfExamples | None" = None
     _: KW_ONLY
     labels: "Labels | None" = None
+    groups: "Groups | None" = None
     pos: "Index | str | None" = -1
     batch: int = 16
 
     def __post_init__(self) -> None:
         require_integer("batch", self.batch)
+        self._require_groups()
         if self.labels is not None:
             self._require_one_store()
             return
@@ -89,6 +103,20 @@ class Contrast:
             raise ValueError(
                 "yes= and no= must be two stores or two lists of texts; "
                 f"got a store and a {type(others).__name__}"
+            )
+
+    def _require_groups(self) -> None:
+        """Check that `groups` is None, a list, an array or the word `pairs`.
+
+        Raises:
+            TypeError: if not.
+        """
+        is_word = isinstance(self.groups, str) and self.groups == "pairs"
+        is_list = isinstance(self.groups, list | tuple) or hasattr(self.groups, "tolist")
+        if not (self.groups is None or is_word or is_list):
+            raise TypeError(
+                "groups must be a list with the group of each text, or 'pairs'; got "
+                f"{shown(self.groups)}"
             )
 
     def _require_one_store(self) -> None:
@@ -118,6 +146,50 @@ class Contrast:
         for kind in (self.yes, self.no):
             if isinstance(kind, Activations):
                 kind.require_weights_of(model)
+        return self._kinds()
+
+    def groups_of_kinds(self, counts: tuple[int, int]) -> tuple[list[Any], list[Any]] | None:
+        """Return the group of each text of `yes`, and of each text of `no`; None without groups.
+
+        Args:
+            counts: the number of texts of each kind that were read. For a store, all texts count,
+                also texts without a row.
+
+        Raises:
+            ValueError: if there is not one group for each text, or if the kinds do not have equally
+                many texts with `groups="pairs"`.
+        """
+        if self.groups is None:
+            return None
+        kinds = self._kinds()
+        sizes = []
+        for kind, n_read in zip(kinds, counts, strict=True):
+            sizes.append(len(kind.numbers) if isinstance(kind, StoredTexts) else n_read)
+        n_yes, n_no = sizes
+        if isinstance(self.groups, str):
+            if n_yes != n_no:
+                raise ValueError(
+                    "yes and no must have equally many texts with groups='pairs'; got "
+                    f"{n_yes} and {n_no}"
+                )
+            return [*range(n_yes)], [*range(n_no)]
+        listed = [*getattr(self.groups, "tolist", self.groups.__iter__)()]
+        if len(listed) != n_yes + n_no:
+            raise ValueError(
+                f"groups must be one for each of {n_yes + n_no} texts ({n_yes} of yes and {n_no} "
+                f"of no); got {len(listed)}"
+            )
+        if self.labels is None:
+            return listed[:n_yes], listed[n_yes:]
+        of_yes, of_no = (kind.numbers for kind in kinds if isinstance(kind, StoredTexts))
+        return [listed[number] for number in of_yes], [listed[number] for number in of_no]
+
+    def _kinds(self) -> tuple[TextsOfKind, TextsOfKind]:
+        """Return the texts of both kinds. A store is replaced by its texts of each kind.
+
+        Raises:
+            ValueError: if there is not one label for each text of the store.
+        """
         if self.labels is not None:
             assert isinstance(self.yes, Activations)
             return by_label(self.yes, self.labels)

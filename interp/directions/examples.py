@@ -34,6 +34,8 @@ class Examples(NamedTuple):
         label: 1 for texts of the first kind, 0 for texts of the second kind.
         text: for each row, the number of its text. The texts of the first kind are numbered first,
             and the texts of the second kind follow.
+        number: for each text of the batch, its index among all texts of its kind. In a store, texts
+            without a row count too.
         rank: for each row, its index among the rows of the same text.
         place: for each row, its position in the text, not counting padding.
         values: the values, by the names of points.
@@ -44,6 +46,7 @@ class Examples(NamedTuple):
 
     label: int
     text: Int[Tensor, " row"]
+    number: list[int]
     rank: Int[Tensor, " row"]
     place: Int[Tensor, " row"]
     values: dict[str, Float[Tensor, "row d"]]
@@ -130,6 +133,7 @@ def _examples(
             yield Examples(
                 label=label,
                 text=torch.tensor(rows) + first + n_texts,
+                number=[*range(n_texts, stop)],
                 rank=torch.tensor(ranks),
                 place=text.positions.cpu()[rows, places],
                 values=values,
@@ -162,6 +166,7 @@ def _stored(
             yield Examples(
                 label=label,
                 text=torch.tensor(rows.texts) + n_texts,
+                number=rows.numbers,
                 rank=torch.tensor(rows.ranks),
                 place=torch.tensor(rows.places),
                 values={

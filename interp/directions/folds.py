@@ -2,8 +2,10 @@
 
 1. Each example is a row, which has the number of its text. All copies of a text have the same
    number (`rows_of_examples`).
-2. Each text is in one fold, and each fold has texts of both kinds (`_folds`).
-3. For a control, each text gets a random label. Each fold has texts with both labels (`_drawn`).
+2. Texts of one group, and copies of these texts, have one number too, the number of their group
+   (`_groups`). Without groups, each text is a group.
+3. Each group is in one fold, and each fold has texts of both kinds (`_folds`).
+4. For a control, each text gets a random label. Each fold has texts with both labels (`_drawn`).
 """
 
 from collections.abc import Sequence
@@ -12,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from interp.directions.contrast import Contrast
 from interp.directions.examples import Examples, text_numbers
 
 
@@ -21,12 +24,14 @@ class ExampleRows(NamedTuple):
     Attributes:
         label: 1 for texts of the first kind, 0 for texts of the second.
         text: the number of the text. All copies of a text have the same number.
+        group: the number of the group of the text.
         rank: the number of the example among the examples of its text.
         place: the position in the text without padding.
     """
 
     label: Any
     text: Any
+    group: Any
     rank: Any
     place: Any
 
@@ -40,26 +45,80 @@ class ExampleRows(NamedTuple):
         return ExampleRows(
             label=label[is_used],
             text=self.text[is_used],
+            group=self.group[is_used],
             rank=self.rank[is_used],
             place=self.place[is_used],
         )
 
 
-def rows_of_examples(parts: Sequence[Examples]) -> ExampleRows:
-    """Return the rows of all batches."""
+def rows_of_examples(parts: Sequence[Examples], contrast: Contrast) -> ExampleRows:
+    """Return the rows of all batches.
+
+    Args:
+        parts: the batches.
+        contrast: the two kinds of texts, with their groups.
+
+    Raises:
+        ValueError: as in `Contrast.groups_of_kinds`.
+    """
+    numbers = np.array(text_numbers(parts))
+    groups = _groups(numbers, _names_of_groups(parts, contrast))
+    text = numbers[torch.cat([part.text for part in parts]).numpy()]
     return ExampleRows(
         label=torch.cat([torch.full_like(part.text, part.label) for part in parts]).numpy(),
-        text=np.array(text_numbers(parts))[torch.cat([part.text for part in parts]).numpy()],
+        text=text,
+        group=groups[text],
         rank=torch.cat([part.rank for part in parts]).numpy(),
         place=torch.cat([part.place for part in parts]).numpy(),
     )
+
+
+def _names_of_groups(parts: Sequence[Examples], contrast: Contrast) -> list[Any] | None:
+    """Return the name of the group of each text; None without groups."""
+    n_read = [0, 0]
+    for part in parts:
+        n_read[part.label] += len(part.number)
+    groups = contrast.groups_of_kinds((n_read[1], n_read[0]))
+    if groups is None:
+        return None
+    of_yes, of_no = groups
+    names = []
+    for part in parts:
+        of_kind = of_yes if part.label else of_no
+        names += [of_kind[number] for number in part.number]
+    return names
+
+
+def _groups(texts: Any, names: list[Any] | None) -> Any:
+    """Return the number of the group of each text number.
+
+    Groups that share a text, because a copy of it is in each of them, are one group.
+
+    Args:
+        texts: the number of each text. Copies of a text have the same number.
+        names: the name of the group of each text, or None if each text is a group.
+    """
+    groups = np.arange(texts.max() + 1)
+    if names is None:
+        return groups
+    index_of = {name: index for index, name in enumerate(dict.fromkeys(names))}
+    indices = np.array([index_of[name] for name in names])
+    while True:
+        # The number of a group is the smallest number of its texts.
+        smallest = np.full(len(index_of), len(groups))
+        np.minimum.at(smallest, indices, groups[texts])
+        before = groups.copy()
+        np.minimum.at(groups, texts, smallest[indices])
+        if (groups == before).all():
+            return np.unique(groups, return_inverse=True)[1]
 
 
 class Split(NamedTuple):
     """The folds of texts, and labels for all rows.
 
     Attributes:
-        kinds: two arrays: the numbers of the different texts of kind `no`, and of kind `yes`.
+        kinds: two arrays: the numbers of the groups that have texts of kind `no`, and of the groups
+            that have texts of kind `yes`.
         fold_of: the fold of each text.
         labels: several labels of each row: the true labels, and the random labels of each draw.
     """
@@ -81,10 +140,15 @@ def split_of(rows: ExampleRows, folds: int, draws: int, seed: int) -> Split:
     Raises:
         ValueError: if a fold would have no text of a kind, or fewer than 2 texts.
     """
-    kinds = _kinds_of_texts(rows, folds)
+    kinds = [np.unique(rows.group[rows.label == label]) for label in (0, 1)]
+    _require_groups(kinds, folds)
     draw = torch.Generator().manual_seed(seed)
-    fold_of = _folds(kinds, folds, draw)
-    drawn = [_drawn(kinds, fold_of, folds=folds, draw=draw)[rows.text] for _ in range(draws)]
+    fold_of_group = _folds(kinds, folds, draw)
+    fold_of = np.zeros(rows.text.max() + 1, int)
+    fold_of[rows.text] = fold_of_group[rows.group]
+    _require_two_texts(fold_of, folds)
+    texts = [np.unique(rows.text[rows.label == label]) for label in (0, 1)]
+    drawn = [_drawn(texts, fold_of, folds=folds, draw=draw)[rows.text] for _ in range(draws)]
     return Split(kinds, fold_of, [rows.label, *drawn])
 
 
@@ -104,34 +168,49 @@ def masks_by_position(rows: ExampleRows) -> list[Any]:
     return masks
 
 
-def _kinds_of_texts(rows: ExampleRows, folds: int) -> list[Any]:
-    """Return two arrays: the numbers of the different texts of kind `no`, and of kind `yes`.
+def _require_groups(kinds: list[Any], folds: int) -> None:
+    """Check that each fold can have texts of both kinds.
+
+    Args:
+        kinds: see `Split.kinds`.
+        folds: the number of folds.
 
     Raises:
-        ValueError: if there are fewer than 2 folds, or more folds than texts of a kind.
+        ValueError: if there are fewer than 2 folds, or more folds than groups of a kind.
     """
-    kinds = [np.unique(rows.text[rows.label == label]) for label in (0, 1)]
     if folds < 2 or min(map(len, kinds)) < folds:
         raise ValueError(
-            "folds must be at least 2, and at most the number of different texts of each kind "
-            f"({len(kinds[1])} and {len(kinds[0])}); got {folds}"
+            "folds must be at least 2, and at most the number of different texts, or groups of "
+            f"texts, of each kind ({len(kinds[1])} and {len(kinds[0])}); got {folds}"
         )
-    return kinds
+
+
+def _require_two_texts(fold_of: Any, folds: int) -> None:
+    """Check that each fold has two texts, which get different random labels.
+
+    Raises:
+        ValueError: if a fold has fewer than two texts.
+    """
+    if min(np.bincount(fold_of, minlength=folds)) < 2:
+        raise ValueError(
+            f"each fold must have at least 2 different texts, to draw labels; got {len(fold_of)} "
+            f"texts for {folds} folds, because some texts are in both yes and no: use fewer folds"
+        )
 
 
 def _folds(kinds: list[Any], folds: int, draw: torch.Generator) -> Any:
-    """Draw a fold for each text, so that each fold has texts of both kinds.
+    """Draw a fold for each group, so that each fold has texts of both kinds.
 
-    Texts that are in both kinds are distributed first.
+    Groups that have texts of both kinds are distributed first.
     """
-    n_texts = max(kind.max() for kind in kinds) + 1
-    fold_of = np.full(n_texts, -1)
+    n_groups = max(kind.max() for kind in kinds) + 1
+    fold_of = np.full(n_groups, -1)
     shared = np.intersect1d(*kinds)
-    for texts in (shared, *kinds):
-        left = texts[fold_of[texts] < 0]
-        placed = texts[fold_of[texts] >= 0]
-        # Each text goes to the fold with the fewest texts of this kind. If several folds have the
-        # same number, and some texts are in both kinds, it goes to the smallest of these folds.
+    for groups in (shared, *kinds):
+        left = groups[fold_of[groups] < 0]
+        placed = groups[fold_of[groups] >= 0]
+        # Each group goes to the fold with the fewest groups of this kind. If several folds have the
+        # same number, and some groups have both kinds, it goes to the smallest of these folds.
         of_kind = np.bincount(fold_of[placed], minlength=folds)
         of_all = np.bincount(fold_of[fold_of >= 0] if len(shared) else placed[:0], minlength=folds)
         for n in torch.randperm(len(left), generator=draw).tolist():
@@ -139,11 +218,6 @@ def _folds(kinds: list[Any], folds: int, draw: torch.Generator) -> Any:
             fold_of[left[n]] = fold
             of_kind[fold] += 1
             of_all[fold] += 1
-    if min(np.bincount(fold_of, minlength=folds)) < 2:
-        raise ValueError(
-            f"each fold must have at least 2 different texts, to draw labels; got {n_texts} texts "
-            f"for {folds} folds, because some texts are in both yes and no: use fewer folds"
-        )
     return fold_of
 
 

@@ -1,7 +1,8 @@
 """Probes: classifiers of two kinds of texts from values, with controls for their scores.
 
 1. Read the values of all examples. Texts are divided into folds, and all copies of a text are in
-   the same fold. Therefore, examples of one text are never in two folds.
+   the same fold, as are all texts of a group. Therefore, examples of one text are never in two
+   folds.
 2. For each fold, fit a classifier on the other folds and score it on this fold. The score is the
    area under the ROC curve (AUROC), which is 0.5 by chance. The fit uses all copies; the score
    counts each text once.
@@ -65,7 +66,8 @@ class Probe(plots.Shown):
         direction: the direction of each probe, fitted on all examples. `value @ vector + offset` is
             the score of a value; for `logistic`, it is the log odds.
         auroc: the AUROC on held-out texts, [point, example] or [point, pos, example], where the
-            examples are folds. In the intervals, all copies of a text count as one text; see
+            examples are folds. In the intervals, all copies of a text count as one text, and all
+            texts of a group count as one text; see
             `interp.numbers.intervals.auroc_interval`.
         control: the AUROC with random labels for each text, the mean over draws.
 
@@ -203,8 +205,10 @@ def probe(
     positions of each text, or pooled values.
 
     Texts of the two kinds may be pairs that differ in a few words. If the two texts of a pair are
-    in different folds, the fit learns the wrong label for the text that it is scored on. The AUROC
-    of a few such texts can be far below 0.5; use more texts.
+    in different folds, the fit learns the wrong label for the text that it is scored on, and the
+    AUROC of a few such texts can be far below 0.5. `Contrast(yes, no, groups="pairs")` keeps the
+    texts of each pair in one fold. Other groups, such as all texts about one person, can be listed;
+    see `Contrast`.
 
     Args:
         model: any model with hook points, in evaluation mode.
@@ -223,7 +227,7 @@ def probe(
             difference between the means of both kinds (Gurnee et al. 2023, "Finding Neurons in a
             Haystack", arXiv 2305.01610). They are chosen again for each fold, from the other folds.
             All other coefficients are 0. Default: all columns.
-        folds: the number of folds. All copies of a text are in one fold.
+        folds: the number of folds. All copies of a text are in one fold, and all texts of a group.
         draws: the number of draws of random labels for the control, which is the mean over draws.
         seed: the seed of the folds and of the random labels.
         progress: whether to show a progress bar after two seconds.
@@ -233,9 +237,10 @@ def probe(
         random labels, [point, example] or [point, pos, example]. The examples are the folds.
 
     Raises:
-        ValueError: if a kind has fewer different texts than there are folds, if a fold would have
-            fewer than 2 different texts, if there are fewer than 2 folds, if `kind` or `over` is
-            unknown, or if texts have different numbers of positions with `over="pos"`.
+        ValueError: if a kind has fewer different texts, or groups of texts, than there are folds,
+            if a fold would have fewer than 2 different texts, if the groups do not fit the texts,
+            if there are fewer than 2 folds, if `kind` or `over` is unknown, or if texts have
+            different numbers of positions with `over="pos"`.
         CacheError, TypeError, UnknownNameError, ModeError: as in `difference_of_means`.
         ImportError: if scikit-learn is not installed.
 
@@ -256,7 +261,7 @@ def probe(
     contrast = as_contrast(contrast)
     points, batches = labelled_examples(model, contrast, site)
     parts = [*batches]
-    rows = rows_of_examples(parts)
+    rows = rows_of_examples(parts, contrast)
     split = split_of(rows, folds, draws=draws, seed=seed)
     masks = [slice(None)] if over is None else masks_by_position(rows)
     classifier = _Classifier(kind, C, k)
@@ -298,8 +303,8 @@ def _results(
         scores: the AUROC of each fold. The first entry of the axis `labels` is with true labels.
         labels_of: the labels of the axes `point` and, with `over="pos"`, `pos`. The axis `place` of
             the scores contains all combinations of these labels.
-        kinds: two arrays of indices: the different texts that have the label `no`, and the
-            different texts that have the label `yes`.
+        kinds: two arrays: the numbers of the groups that have texts of kind `no`, and of the groups
+            that have texts of kind `yes`. Without groups, each text is a group.
         about: facts about the probes.
     """
     folds = scores.shape[-1]

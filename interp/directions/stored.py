@@ -62,6 +62,8 @@ class StoredRows(NamedTuple):
     Attributes:
         texts: for each row, the index of its text in the batch. Texts without rows in the store do
             not get an index.
+        numbers: for each text of the batch, its index among all texts of its kind. Texts without
+            rows count too.
         ranks: for each row, its index among the selected rows of the same text.
         places: for each row, the place of its token in the text.
         values: the values, by the names of points.
@@ -69,6 +71,7 @@ class StoredRows(NamedTuple):
     """
 
     texts: list[int]
+    numbers: list[int]
     ranks: list[int]
     places: list[int]
     values: dict[str, Float[Tensor, "row d"]]
@@ -212,6 +215,7 @@ def _chosen(
     stops = torch.searchsorted(text_of_row, wanted, right=True).tolist()
     rows: list[int] = []
     texts: list[int] = []
+    numbers_of_texts: list[int] = []
     ranks: list[int] = []
     places: list[int] = []
     hashes: list[str] = []
@@ -225,10 +229,18 @@ def _chosen(
         places += chosen
         ranks += range(len(chosen))
         texts += [len(hashes)] * len(chosen)
+        numbers_of_texts.append(number)
         tokens_of_text = Text(columns["tokens"][start:stop][None], more={"offset": offsets[None]})
         hashes += digests(tokens_of_text)
     values = {name: columns[name][rows].flatten(1) for name in points}
-    return StoredRows(texts=texts, ranks=ranks, places=places, values=values, digests=hashes)
+    return StoredRows(
+        texts=texts,
+        numbers=numbers_of_texts,
+        ranks=ranks,
+        places=places,
+        values=values,
+        digests=hashes,
+    )
 
 
 def _places(where: Selection, row_at: dict[int, int], what: str, number: int) -> list[int]:

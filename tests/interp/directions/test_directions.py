@@ -29,6 +29,7 @@ from interp.directions import (
 )
 from interp.results.result import Result
 from models import Transformer, TransformerConfig
+from tests.interp.directions.lookup import embedded
 from tests.shipped import pydoc
 
 YES = ["part KV8 is", "part QX3", "see part ZQXJ-K", "a part ABC-7 of"]
@@ -535,13 +536,6 @@ def test_a_score_may_be_a_metric_of_words(model):
     assert float(curve.kl.mean()[1]) > 0
 
 
-def embedded(vectors):
-    """Return a model that only looks up the vectors of its tokens."""
-    model = nn.Sequential(nn.Embedding(*vectors.shape), HookPoint("batch pos d_model")).eval()
-    model[0].weight.data = vectors
-    return model
-
-
 @pytest.mark.parametrize("kind", ["logistic", "linear"])
 def test_a_probe_finds_what_is_planted_and_its_control_does_not(kind):
     linear = pytest.importorskip("sklearn.linear_model", reason="needs the extra probes")
@@ -600,6 +594,10 @@ def test_positions_are_scored_separately_in_one_pass():
     assert 0.6 < float(ends.low[0, 1]) < 0.95
     assert float(ends.high[0, 1]) == 1
     assert f"  1 1  1.000 [{float(ends.low[0, 1]):.3f}, 1.000]" in repr(found)
+    listed = Contrast(yes, no, pos=[2, -2])
+    swapped = probe(embedded(values), listed, "1", over="pos", draws=2, seed=2).auroc
+    assert swapped.labels["pos"] == (2, -2)
+    torch.testing.assert_close(swapped.values, found.auroc.values[:, [2, 1]])
     # If the positions are a mask, or differ between texts, the axis has no labels.
     of_each = [[0, 1], [2, 0]] * 20
     for other in ([True, True, False], of_each):

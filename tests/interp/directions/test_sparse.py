@@ -5,22 +5,15 @@ import pytest
 import torch
 from torch import nn
 
-from hooks import HookPoint
 from interp.directions import probe, sparse_probes
 from interp.features import Dictionary
+from tests.interp.directions.lookup import embedded
 from tests.shipped import pydoc
 
 metrics = pytest.importorskip("sklearn.metrics", reason="needs the extra probes")
 linear = pytest.importorskip("sklearn.linear_model")
 
 YES, NO = torch.arange(20)[:, None], torch.arange(20, 40)[:, None]
-
-
-def embedded(vectors):
-    """Return a model that only looks up the vectors of its tokens."""
-    model = nn.Sequential(nn.Embedding(*vectors.shape), HookPoint("batch pos d_model")).eval()
-    model[0].weight.data = vectors
-    return model
 
 
 def values_of_tokens(seed=0):
