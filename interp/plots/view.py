@@ -352,7 +352,7 @@ class Shown(HintsAtNames):
         `.html` is the picture as a page. For plots, `.png`, `.pdf` and `.svg` are the figure.
         `.json` is the form of `as_json`; only `PrunedGraph.load` reads it. For another class with
         `load`, `.safetensors` or a name without a suffix is the file that `load` reads. A `Result`
-        also supports `.csv`.
+        also supports `.csv`, with the extra `tables`.
 
         Raises:
             ValueError: if the suffix is not supported. The error lists the supported suffixes.

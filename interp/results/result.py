@@ -19,7 +19,9 @@ from hooks.base import (
     explains_calls,
     is_cancelled,
     is_rounding,
+    library,
     require_integer,
+    requirement,
     shown,
     storage,
     unknown_name,
@@ -696,10 +698,12 @@ class Result(plots.Shown):
         """Return a pandas table with a row for each place that exists in an example.
 
         The columns are the labels and words of each axis, `effect` (the mean), and `low` and `high`
-        (the 95% interval).
-        """
-        import pandas
+        (the 95% interval). This needs the extra `tables` (pandas).
 
+        Raises:
+            ImportError: if pandas is not installed.
+        """
+        pandas = library("pandas", requirement("tables"))
         rows = []
         for place in self.places(self.existing(range(self.values[..., 0].numel()))):
             words = {f"{axis}_word": word for axis, word in place.words.items()}

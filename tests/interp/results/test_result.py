@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import sys
 import warnings
 from dataclasses import replace
 
@@ -401,6 +402,15 @@ def test_saved_and_loaded(result, tmp_path, normal):
     for name in ("axes", "labels", "unit", "about", "is_ratio", "bounds", "counts", "groups"):
         assert getattr(given, name) == getattr(found, name)
     assert [path.name for path in tmp_path.iterdir()] == ["r.safetensors"]
+
+
+@pytest.mark.parametrize("table", [Result.to_dataframe, lambda result: result.save("r.csv")])
+def test_a_table_without_pandas_names_the_extra(result, table, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"pip install \"hookscope\[tables\] @ git"):
+        table(result)
+    assert not [*tmp_path.iterdir()]
 
 
 FIGURES = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml", ".html": b"<!DOCTYPE html>"}
