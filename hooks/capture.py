@@ -422,7 +422,10 @@ def _position_axis(name: str, axes: tuple[str, ...]) -> int:
 
 
 def memory_in(tree: Any) -> set[int]:
-    """Return the memory of each tensor in nested containers; see `_torch.memory_of`."""
+    """Return a number for the memory of each tensor in nested containers.
+
+    Two tensors that share memory have the same number.
+    """
     memory: set[int] = set()
 
     def note(leaf: Any) -> Any:

@@ -97,13 +97,16 @@ class EarlyEnd:
 
 
 def early_ends(block: nn.Module, points: Mapping[str, Point]) -> list[EarlyEnd]:
-    """Return the modules inside a block after which a second run may end.
+    """Return the modules inside a block after which a second run of the block may end.
 
-    They are the children that contain modules with weights, such as attention and the MLP, but not
-    norms. The last of these parts is left out, because only an addition follows it in most blocks.
-    If the class of a part, or of its points, names a point as `acts_through`, all other points of
-    this class change the output of the part only through the named point. Then this point takes the
-    place of the part if no other points of the part are requested.
+    They are the parts of the block: its children that contain modules with weights, such as
+    attention and the MLP, but not norms. The last part is left out, because only an addition
+    follows it in most blocks.
+
+    A run may end even earlier, inside a part. For example, all points of attention change its
+    output only through `z`, so the run may end at `z`. The class of the part declares this:
+    `acts_through = "z"`. The result then contains the point `z` in place of attention. It contains
+    attention too if a module inside attention that is not one of these points is requested.
 
     The list is empty if something may act at the end of the block: a shard, a compiler, a hook of
     the user, or an object that has replaced `block.forward`, for example to move weights back after

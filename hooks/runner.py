@@ -616,9 +616,10 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         return output
 
     def _memory_of_others(self, options: Options, args: Any, kwargs: Any) -> Collection[int] | None:
-        """Return the memory of the arguments and weights, or None if every value must be copied.
+        """Return numbers that identify the memory of the arguments and weights (see `memory_in`).
 
-        See `memory_of_others` in `Recorder`.
+        A cached value in this memory must be copied, because the caller may write into it later.
+        None if every value must be copied.
         """
         needs_copies = options.grads or not options.detach or options.keeps_calls
         if needs_copies or not self._overwrites_nothing():

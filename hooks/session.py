@@ -44,8 +44,10 @@ _sessions: Entered = ContextVar("sessions", default=())
 
 
 class _Staying(threading.local):
-    # The sessions of handles (`runner.add`) are stored by thread and not in a context variable: the
-    # cells of a notebook may run in separate contexts, but a handle must act in all of them.
+    """The sessions of handles (`runner.add`), which act until the user removes the handle."""
+
+    # They are stored by thread and not in a context variable: the cells of a notebook may run in
+    # separate contexts, but a handle must act in all of them.
     sessions: tuple[weakref.ref["Session"], ...] = ()
 
 
@@ -188,6 +190,15 @@ class Session(InContext):
 
 @dataclasses.dataclass(eq=False)
 class _Listener:
+    """A function that PyTorch calls around the forward of a module, and that calls `hook`.
+
+    Attributes:
+        hook: the function to call.
+        acts: returns whether the hook acts in this run.
+        applies: returns the edit that the hook applies, an `EditedPoint`. None if the hook does
+            something else.
+    """
+
     # A class needs fewer objects than a closure. Thousands of closures for the hooks of a run would
     # trigger Python's garbage collector.
     hook: Callable[..., Any]
@@ -196,6 +207,8 @@ class _Listener:
 
 
 class _After(_Listener):
+    """Calls `hook(output)` after the forward of a module."""
+
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         return self.hook(output) if self.acts() else None
 
@@ -214,10 +227,12 @@ class Wire:
 
 
 class _Note(_After, Wire):
-    """A hook that changes no values, so that fused kernels may run."""
+    """A hook that notes that a module ran. It reads no values, so fused kernels may run."""
 
 
 class _Before(_Listener):
+    """Calls `hook(args, kwargs)` before the forward of a module."""
+
     # PyTorch calls this hook without kwargs if another thread is just removing it.
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if self.acts():
@@ -225,7 +240,11 @@ class _Before(_Listener):
 
 
 class _Count(_Before, Wire):
-    """A hook that counts runs, so that fused kernels may run."""
+    """A hook that counts the runs of a module before it runs.
+
+    Fused kernels return no values of the points inside them. This hook reads no values, so it does
+    not prevent a fused kernel, as a hook of the user would.
+    """
 
 
 def is_of_package(hook: Any) -> bool:

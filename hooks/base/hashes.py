@@ -37,6 +37,7 @@ def without_hashes(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_hash(fact: object) -> bool:
+    """Return whether a value is a text with the form of a hash."""
     return isinstance(fact, str) and _HASH.fullmatch(fact) is not None
 
 

@@ -300,10 +300,12 @@ class Selection:
         return listed
 
     def require_reached(self, size: int, what: str, real: Rows | None = None) -> None:
-        """Check that each negative place exists in at least one text: in the longest one.
+        """Check that no negative place lies before the start of every text.
 
-        Use this for a piece of a text. Places outside the piece are no error, because another piece
-        may contain them. But no piece contains a place before the start of the text.
+        For example, place -5 does not exist if the longest text has 4 tokens.
+
+        Use this when a long text runs piece by piece, and not the stricter checks for whole texts:
+        a place outside this piece is no error, because another piece may contain it.
 
         Args:
             size: the number of columns from the start of the text to the end of the piece.

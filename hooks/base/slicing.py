@@ -53,7 +53,11 @@ class Slice:
         return not all(selection.is_plain(mask) for mask in (None, *masks))
 
     def axes_left(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the axes of a part. An integer drops its axis."""
+        """Return the axes that a value still has after slicing. An integer index drops its axis.
+
+        Args:
+            axes: the axes of the value before slicing.
+        """
         return tuple(axis for axis in axes if axis not in self._dropped)
 
     def part(self, value: Tensor, axes: tuple[str, ...], name: str) -> Tensor:

@@ -277,6 +277,7 @@ class FrozenRun:
 
     @cached_property
     def _context(self) -> Any:
+        """The masks and positions that each block gets besides the residual stream."""
         tokens = to_device(self._texts.tokens, self.logits.device)
         return self.model.context(tokens, **(self._texts.kwargs if self._has_mask else {}))
 

@@ -101,7 +101,11 @@ class EffectContent(Content):
 
     @without_gradients
     def tests(self, trial: Trial) -> list[Test]:
-        """Return the results of all tests that the module's docstring lists.
+        """Run all tests of the claim, and return their results.
+
+        The tests replace the value of the head or feature by other values, do the same in the
+        reversed direction, on a paraphrase and for random other parts, and shuffle the weights. The
+        docstring of this module describes each test.
 
         If the metric has the same mean on the clean and the corrupted texts of the fresh pairs,
         there is no behaviour to lose. The result is then the failed test of the behaviour alone.

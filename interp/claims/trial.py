@@ -194,7 +194,10 @@ class Behaviour:
         return Test.of("behaviour", result, Bounds(above=0.0), unit=self.unit)
 
     def about(self) -> Mapping[str, str]:
-        """Return facts about the metric and its base."""
+        """Return the name and unit of the metric, and its means on the corrupted and clean texts.
+
+        The mean on the corrupted texts is called base, and the mean on the clean texts target.
+        """
         numbers = (
             f"base {float(self.corrupted.mean()):+.4g}, target {float(self.clean.mean()):+.4g}"
         )

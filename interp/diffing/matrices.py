@@ -274,8 +274,9 @@ def weight_changes(
 
     Args:
         models: the two models.
-        row: the tokens of a text, whose first tokens are run to find the matrices that write to the
-            stream.
+        row: the tokens of a text. Both models read the first of them, to find the matrices whose
+            output is added to the residual stream. Only the directions that these matrices write
+            can be read as tokens.
         top: the number of singular directions of each matrix.
         n_tokens: the number of tokens of each direction.
         seed: the seed of random matrices and directions.

@@ -266,7 +266,8 @@ class ValueSource:
             point: the point of the edit.
 
         Raises:
-            EditError: if the positions of a mean differ between texts.
+            EditError: if the edit writes the mean over all texts, and the selected positions are in
+                different columns in different texts, so that there is no common column to average.
         """
         if self.columns is not None:
             return self.columns

@@ -90,6 +90,15 @@ class CrossLayerTranscoder(Transcoders):
         )
 
     def _decoded(self, features: list[Tensor], streams: list[Tensor] | None) -> list[Tensor]:
+        """Return the output at each layer: the sum of the decoders of this and all earlier layers.
+
+        Args:
+            features: the features of each layer.
+            streams: the vector that each layer reads. Needed only for skip connections.
+
+        Raises:
+            ValueError: if the transcoder has skip connections, and `streams` is None.
+        """
         outputs = []
         for layer, bias in enumerate(self.b_dec):
             written = (

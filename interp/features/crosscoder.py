@@ -194,11 +194,14 @@ class Crosscoder(plots.Shown, nn.Module):
     def share(
         self, member: str | int, value: Float[Tensor, "*rows d_model"]
     ) -> Float[Tensor, "*rows feature"]:
-        """Return the terms of the pre-activations that depend on the value of one member.
+        """Return the share of one model (or layer) in the pre-activation of each feature.
+
+        It is `x @ W_enc`, where x is the normalized value and `W_enc` the encoder of this model.
+        The pre-activations are the sum of the shares of all models, plus `b_enc`.
 
         Args:
-            member: the member.
-            value: its value.
+            member: the name or index of the model, or of the layer.
+            value: the value that the crosscoder reads from it.
         """
         index = self.index(member)
         read = self.normalized(index, value) @ self.W_enc[index]

@@ -123,7 +123,7 @@ def sums_of_pass(
 
 
 class _Passes:
-    """The two passes over texts.
+    """The two passes over texts. The second needs means over all texts, which the first computes.
 
     Args:
         model, dictionaries, reads, pos: see `evaluate_sae`.
@@ -167,7 +167,15 @@ class _Passes:
         )
 
     def second(self, read: Sequence[Text], means: Mapping[str, Tensor]) -> "ScoreSums":
-        """Return the losses with means in place of the values."""
+        """Run the texts a second time, with the mean of each dictionary's output in its place.
+
+        Return the losses of these runs.
+
+        Args:
+            read: the texts.
+            means: the mean over all texts, by the point that the dictionary writes. The first pass
+                computes it.
+        """
         long_texts = _with_loss(read)
         hooks = _vectors(self._parts, means)
         losses = [

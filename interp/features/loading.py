@@ -271,15 +271,16 @@ def _local(path: str | os.PathLike[str]) -> Path:
 
 
 def _settings(settings: Mapping[str, Any], read: Callable[..., Any], name: str) -> dict[str, Any]:
-    """Return the settings for a reader that are not None.
+    """Return the settings that the user gave: all that are not None.
 
     Args:
-        settings: the settings by name.
-        read: the reader.
-        name: the name of its format, for the error.
+        settings: all settings by name; None for a setting that the user did not give.
+        read: the function that reads files of this format, with the settings as keywords.
+        name: the name of the format, for the error.
 
     Raises:
-        ValueError: if the reader has no such setting, because the files contain it.
+        ValueError: if the user gave a setting that `read` does not take. Files of this format
+            contain its value.
     """
     options = {key: value for key, value in settings.items() if value is not None}
     if idle := sorted(options.keys() - inspect.signature(read).parameters):

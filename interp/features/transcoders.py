@@ -149,6 +149,12 @@ class TranscoderSet(Transcoders, Mapping[str, Dictionary]):
         return self[self._point_of[layer]]
 
     def _decoded(self, features: list[Tensor], streams: list[Tensor] | None) -> list[Tensor]:
+        """Return the output of the transcoder of each layer.
+
+        Args:
+            features: the features of each layer.
+            streams: the vector that each layer reads. Needed only for skip connections.
+        """
         inputs = [None] * len(self) if streams is None else streams
         parts = zip(self.values(), features, inputs, strict=True)
         return [dictionary.decode(values, x) for dictionary, values, x in parts]

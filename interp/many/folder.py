@@ -48,8 +48,10 @@ class PartFolder:
 
 
 def _file_of(name: str) -> str:
+    """Return the name of the file with the result of a part."""
     return f"part-{name}.safetensors"
 
 
 def _shards_of(parts: Sequence[PartOfExamples]) -> str:
+    """Return the name of the file with the number of shards. `parts` are the parts of a call."""
     return f"shards-{parts[0].name}.json"

@@ -345,6 +345,7 @@ def _scores_on_cpu(scores: CircuitScores) -> CircuitScores:
 
 
 def _pack_scores(scores: CircuitScores) -> Packed:
+    """Return the criteria of a circuit as tensors and facts for a file."""
     tensors: dict[str, Tensor] = {}
     facts: dict[str, Any] = {}
     for name, result in scores.results().items():
@@ -354,6 +355,7 @@ def _pack_scores(scores: CircuitScores) -> Packed:
 
 
 def _unpack_scores(tensors: dict[str, Tensor], facts: dict[str, Any]) -> CircuitScores:
+    """Return the criteria of a circuit from the tensors and facts of a file."""
     results = {}
     for name, of_result in facts.items():
         prefix = f"{name}."
@@ -378,10 +380,12 @@ def _result_on_cpu(result: Result) -> Result:
 
 
 def _pack_largest(places: TopActivations) -> Packed:
+    """Return the largest activations as facts for a file."""
     return {}, {"places": [[*place] for place in places]}
 
 
 def _unpack_largest(tensors: dict[str, Tensor], facts: dict[str, Any]) -> TopActivations:
+    """Return the largest activations from the facts of a file."""
     places = TopActivations()
     for value, text, pos, tokens, pieces in facts["places"]:
         in_pieces = None if pieces is None else tuple(pieces)
@@ -390,13 +394,14 @@ def _unpack_largest(tensors: dict[str, Tensor], facts: dict[str, Any]) -> TopAct
 
 
 class _Kind(NamedTuple):
-    """A kind of result.
+    """A kind of result, with the functions that join and store results of this kind.
 
     Attributes:
         type: its class.
-        join: a function that joins the results of parts.
-        on_cpu: a function that moves a result to the CPU.
-        pack, unpack: functions to tensors and facts for a file, and back.
+        join: joins the results of the parts of all examples.
+        on_cpu: moves a result to the CPU.
+        pack: converts a result to tensors and facts for a file.
+        unpack: converts the tensors and facts of a file to a result.
     """
 
     type: type
@@ -407,6 +412,7 @@ class _Kind(NamedTuple):
 
 
 def _same(result: Any) -> Any:
+    """Return the result itself: results of its kind are on the CPU already."""
     return result
 
 

@@ -50,6 +50,12 @@ class Pass:
         return self._joined(parts, is_finished=False)
 
     def _joined(self, parts: Sequence[PartOfExamples], is_finished: bool) -> Any:
+        """Join the results of parts.
+
+        Args:
+            parts: the parts.
+            is_finished: whether to take the last step too, which needs all examples.
+        """
         outcomes = [self.outcomes[part.number] for part in parts]
         return joined_result(outcomes, parts, self.whole, is_finished=is_finished)
 

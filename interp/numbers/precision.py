@@ -32,13 +32,16 @@ def finite(values: Shaped[Tensor, "*axes"], name: str) -> Shaped[Tensor, "*axes"
 
 
 def all_finite(tensors: Mapping[str, Shaped[Tensor, "..."]]) -> None:
-    """Check that no value is NaN or infinite. The host waits once if all values are finite.
+    """Raise an error if a value of any tensor is NaN or infinite.
+
+    The CPU waits for the GPU only once if all values are finite, and not once for each tensor.
 
     Args:
         tensors: tensors on one device, by the names in the error.
 
     Raises:
-        ValueError: for the first tensor with a wrong value; see `finite`.
+        ValueError: if a value is NaN or infinite. The error contains the name of the first such
+            tensor, the value and its index.
     """
     # A sum is finite only if all its terms are. The sum of large values may be infinite, so it is
     # no error.

@@ -273,7 +273,11 @@ def _call(score: str, answers: Sequence[Sequence[int]]) -> str:
 def _aligned(
     answers: Sequence[Sequence[int]],
 ) -> tuple[Int[Tensor, "row n"], Bool[Tensor, "row n"]]:
-    """Return the tokens of answers, which all end at the last column, and True before answers."""
+    """Return answers of different lengths as one tensor, with filler tokens at the left.
+
+    Returns:
+        The tokens, and a mask that is True at filler. All answers end at the last column.
+    """
     longest = max(map(len, answers))
     tokens = torch.zeros(len(answers), longest, dtype=torch.long)
     is_filler = torch.ones_like(tokens, dtype=torch.bool)

@@ -85,7 +85,11 @@ it, .show() opens it
 
 
 def _says(is_matrix: bool) -> str:
-    """Return the line above the text."""
+    """Return the sentence above the text of a picture, which explains the colours.
+
+    Args:
+        is_matrix: whether the result has an effect of each step on each later step.
+    """
     if not is_matrix:
         return "Each step has the colour of its effect."
     return (

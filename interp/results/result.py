@@ -803,7 +803,12 @@ class Result(plots.Shown):
             return cls.unpacked(tensors, facts)
 
     def view(self) -> plots.View:
-        """Draw the means as bars or heat maps; with more axes, return the largest means as text."""
+        """Return a picture of the mean effects.
+
+        A result with one axis besides `example` is drawn as bars, with two axes as a heat map, and
+        with three axes as one heat map for each label of the first axis. With any other number of
+        axes, the view is a text that lists the largest means.
+        """
         if 2 <= len(self.axes) <= 4:
             return plots.effects(self)
         return plots.View("mean effects", [], says=repr(self).splitlines())

@@ -266,11 +266,12 @@ class Resumed:
 def _after(
     earlier: Float[Tensor, "batch _earlier d"], later: Float[Tensor, "rows _later d"]
 ) -> Float[Tensor, "rows _pos d"]:
-    """Return the values of some runs after the earlier values, which all runs share.
+    """Concatenate values along the position axis: the earlier values, then the later values.
 
     Args:
-        earlier: the values of a batch at its first positions.
-        later: the values of one or several runs of the batch at the next positions.
+        earlier: the values of a batch at its first positions. All runs have these values.
+        later: the values of one or several runs of the batch at the next positions. The first axis
+            contains the rows of the first run, then the rows of the second run, and so on.
     """
     if not earlier.shape[1]:
         return later

@@ -290,12 +290,12 @@ class _Continued(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module, tokens: list[int], by: str) -> "_Continued":
-        """Return a continuation with its steps.
+        """Divide new tokens into steps, and return the continuation with its first and last step.
 
         Args:
-            model: the model whose tokenizer writes the text.
+            model: the model whose tokenizer converts the tokens to text.
             tokens: the new tokens.
-            by: the kind of the steps.
+            by: the kind of the steps, such as sentences.
         """
         if not tokens:
             return cls([], "", 0, 0, "")

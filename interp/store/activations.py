@@ -185,11 +185,13 @@ class Activations(plots.Shown):
         Args:
             text: the number of the text.
             offset: the index of the token in the text. Default: all stored tokens.
-            names: see `file`.
+            names: the tensors to return: points, or the facts `tokens`, `text`, `offset` and `pos`
+                of each row. Default: all of them.
 
         Raises:
             IndexError: if the text does not exist, or if there is no row for this place.
-            CacheError, UnknownNameError: as in `file`.
+            UnknownNameError: if a name is unknown. The error contains close matches.
+            CacheError: if the file of the text is truncated or belongs to another store.
         """
         firsts = [file["first"] for file in self.files]
         n_texts = firsts[-1] + self.files[-1]["texts"]

@@ -203,7 +203,9 @@ class RowReader:
         }
 
     def pieces(self, texts: Sequence[Any], first: int) -> list[TextPiece]:
-        """Return the pieces of texts that the model reads.
+        """Divide texts into inputs of the model, each with at most `context` tokens.
+
+        A longer text becomes several pieces. With `pack`, a piece contains several short texts.
 
         Args:
             texts: the texts.

@@ -290,8 +290,9 @@ class StatisticsByPoint(dict[str, Statistics]):
         """Return the statistics of some rows of each point.
 
         Args:
-            rows: the rows of each point.
-            text, pos, options: see `Statistics.of`.
+            rows: the rows of each point, by its name.
+            text, pos: the number of the text of each row, and the position of the row in the text.
+            options: `covariance`, `top`, `sample` and `seed` of `Statistics.of`.
         """
         by_point = {}
         for name, values in rows.items():

@@ -257,7 +257,11 @@ OPERANDS = ("batch1", "batch2", "mat2", "other", "tensor2")
 
 
 class TracedPoints(AttentionPoints):
-    """The points of an attention module with its own attention code.
+    """The points of an attention module that calls no attention function of `transformers`.
+
+    Such a module multiplies queries and keys in its own forward. In a run with hooks, the
+    operations of this forward are observed (`TracedForward`), and their values are passed through
+    the points.
 
     Args:
         module: the attention module.

@@ -6,10 +6,10 @@ inputs and outputs of its modules:
 1. Candidates (`candidates_of`): the calls inside the block that see every position. A call belongs
    to attention if it calls an attention function of `transformers`, or computes attention in its
    own code. Other attention is found by the name that the user passed, or by the name of its class.
-2. Terms (`terms_of`): the outputs, times a factor of the config, that are added to the stream one
-   after the other. Their sum must be the stream that a later module reads. The same sums show where
-   the stream between two terms is read, and which norms read it. With attention to an encoder,
-   there are three terms (`crossing_of`).
+2. Terms (`terms_of`): a term is the output of a module, times a factor of the config, that the
+   block adds to the stream. Terms are added one after the other. Their sum must be the stream that
+   a later module reads. The same sums show where the stream between two terms is read, and which
+   norms read it. With attention to an encoder, there are three terms (`crossing_of`).
 3. Roles (`roles_of`): the first term whose call ended after attention began belongs to attention.
    The next term, or the last, belongs to the MLP. Any other term comes from another mixer: a
    sublayer without attention that moves information between positions, such as a state space.
@@ -270,15 +270,22 @@ class Terms:
 
 
 def terms_of(candidates: Candidates, factors: Sequence[float]) -> Terms:
-    """Return the terms of a block, each times a factor, in the first of these forms that fits.
+    """Return the terms of a block: the outputs of modules that the block adds to the stream.
+
+    Each output may be multiplied by a factor before it is added. The result has the first of these
+    forms in which the outputs of the block's modules add up to its stream:
 
     1. A later module reads the sum of the stream and a first term, or of the stream and two mixers
-       side by side. A second term is added to this sum.
+       of positions side by side. A second term is added to this sum.
     2. Two terms, and the stream after each of them is the output of a norm that reads the sum
        (BERT).
     3. One term, or two side by side, are added to the stream that enters the block (parallel
        blocks).
     4. Only a first term is found. A norm reads the sum with this term.
+
+    Args:
+        candidates: the calls of modules inside the block (see `candidates_of`).
+        factors: the factors of the config by which an output may be multiplied.
     """
     calls = candidates.whole
     entering, leaving = candidates.block.inputs[0], candidates.block.output

@@ -316,7 +316,11 @@ class Wiring:
         self._listen(module, Projected(self.owner.projected))
 
     def block(self, layout: BlockLayout) -> BlockPoints:
-        """Return the points of one block."""
+        """Create the points of one block, register the hooks that fill them, and return the points.
+
+        Args:
+            layout: the attention, MLP and norms of the block.
+        """
         points: Any = BlockPoints(layout.block)
         points.resid_pre = self._stream("residual stream entering the block")
         self._listen(layout.block, BlockInput(points.resid_pre))

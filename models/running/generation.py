@@ -209,7 +209,9 @@ def generate_text(
 def _continued(
     attached: Any, prompts: list[list[int]], max_new_tokens: int, options: GenerationOptions
 ) -> list[list[int]]:
-    """Return each prompt with its new tokens, without an end-of-text token, of an attached model.
+    """Generate with an attached model. Return each prompt with its new tokens.
+
+    An end-of-text token that ends a row is left out.
 
     Args:
         attached: the result of `attach`.

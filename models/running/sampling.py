@@ -1,4 +1,4 @@
-"""Sampling: select the most probable token, or draw a random token with a temperature and cuts."""
+"""Sampling: select the most probable token, or draw one with temperature, top-k, top-p, min-p."""
 
 import math
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ class Sampling:
     Attributes:
         temperature: the number by which logits are divided. Below 1e-6, the most probable token is
             selected. Default: 0.
-        top_k: draw from this number of the most probable tokens. Default: no cut.
+        top_k: draw from this number of the most probable tokens. Default: from all tokens.
         top_p: draw from the smallest set of most probable tokens whose probabilities sum to at
-            least this number (Holtzman et al. 2020). Default: no cut.
+            least this number (Holtzman et al. 2020). Default: from all tokens.
         min_p: draw from the tokens whose probability is at least this number times the largest
-            probability (Nguyen et al. 2024). Default: no cut.
+            probability (Nguyen et al. 2024). Default: from all tokens.
 
-    The cuts are applied after the temperature, in this order. They never remove the most probable
-    token.
+    The filters top-k, top-p and min-p are applied after the temperature, in this order. They never
+    remove the most probable token.
 
     Raises:
-        ValueError: if an option is out of range, or if a cut is given without a temperature.
+        ValueError: if an option is out of range, or if a filter is given without a temperature.
 
     >>> logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     >>> Sampling(temperature=1.0, top_k=2).cut(logits).softmax(-1)
@@ -63,9 +63,9 @@ class Sampling:
         return self.temperature < GREEDY_BELOW
 
     def cut(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch vocab"]:
-        """Return the logits to draw from, divided by the temperature.
+        """Return the logits divided by the temperature, with only the tokens that may be drawn.
 
-        They are -inf at tokens that a cut removes.
+        A token that `top_k`, `top_p` or `min_p` excludes has the logit -inf.
         """
         logits = at_least_float32(logits) / self.temperature
         if self.top_k is not None:

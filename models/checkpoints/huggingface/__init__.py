@@ -181,13 +181,16 @@ def from_memory(
     device: torch.device | str | None = None,
     ignore: Collection[str] = (),
 ) -> Transformer:
-    """Return a model of `transformers` as a plain `Transformer`; see `from_hf`.
+    """Return a model of `transformers` in memory as a plain `Transformer`.
+
+    `from_hf` calls this with copied weights. A view shares memory with the model (`keep`).
 
     Args:
         model: the model.
         keep: whether weights share memory with the model where that is possible: where the plain
-            model has the same layout, dtype and device. The sublayers of such a view also have
-            their adapted output map, `adapter`.
+            model has the same layout, dtype and device. If the model has adapters (such as LoRA),
+            the attention and the MLP of the result then have an attribute `adapter`: their output
+            map with its adapter.
         dtype: the dtype of all parameters. Default: the dtype of the model.
         device: the device of the parameters. Default: the device of the model's first parameter.
         ignore: keys of the config to treat as absent.
