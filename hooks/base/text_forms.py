@@ -80,11 +80,17 @@ def each_text(texts: Texts) -> Iterator[Any]:
 
 
 def number_of_texts(texts: Texts) -> int | None:
-    """Return the number of texts, or None if they must be read to count them."""
+    """Return the number of texts, or None if they must be read to count them.
+
+    >>> number_of_texts(["def f", "import"]), number_of_texts([3, 1, 4])
+    (2, 1)
+    """
+    if isinstance(texts, Text):
+        return len(texts.tokens)
     is_text = isinstance(texts, str) or (isinstance(texts, Tensor) and texts.ndim == 1)
     if is_text or not isinstance(texts, Sequence | Tensor) or not len(texts):
         return 1 if is_text else None
-    return 1 if isinstance(texts[0], int) else len(texts)
+    return 1 if is_integer(texts[0]) else len(texts)
 
 
 def columns_of(texts: Any) -> tuple[list[list[int]], list[list[bool]]]:

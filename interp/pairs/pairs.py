@@ -20,6 +20,7 @@ from hooks.base import (
     explains_calls,
     hides_others,
     is_batch,
+    number_of_texts,
     padding_messages,
     refuse,
     require_choice,
@@ -48,7 +49,7 @@ from interp.pairs.answers import (
     score_of_rows,
     summed_by_example,
 )
-from interp.pairs.spans import Spans, aligned, aligned_words
+from interp.pairs.spans import Spans, aligned, aligned_words, require_equal_numbers
 from interp.pairs.words import answers_of_texts, as_answers, scoring_of
 from interp.plots import objects
 from interp.protocol import logits_of, runner_of
@@ -150,9 +151,10 @@ class Pairs(plots.Shown):
             pairs.
 
     Raises:
-        ValueError: if texts, answers, masks or spans do not fit each other. For strings, this error
-            is raised when a model reads the pairs. Also if a model reads texts in both directions,
-            and a text does not have exactly one mask token.
+        ValueError: if texts, answers, masks or spans do not fit each other. For strings, only
+            different numbers of texts are found at once, and other errors are raised when a model
+            reads the pairs. Also if a model reads texts in both directions, and a text does not
+            have exactly one mask token.
         TypeError: if the metric is not a function.
 
     >>> clean = torch.tensor([[3, 1, 4], [2, 1, 5]])
@@ -201,6 +203,8 @@ class Pairs(plots.Shown):
         # Both are a `Text`, or texts that a model must read first.
         self._clean = _with_mask(as_text(clean), attention_mask, clean)
         self._corrupted = _corrupted_text(corrupted, self._clean)
+        if corrupted is not None:
+            _require_as_many(clean, corrupted)
         self.answers = answers
         self.per_token = per_token
         self._spans: Any = spans or {}
@@ -662,6 +666,16 @@ def _require_texts(**given: Any) -> None:
     for name, texts in given.items():
         if isinstance(texts, int | float | nn.Module | ActivationCache):
             raise TypeError(f"{name} must be texts; got {shown(texts)}")
+
+
+def _require_as_many(clean: Texts, corrupted: Texts) -> None:
+    """Check that there are as many corrupted texts as clean texts, if both numbers are known.
+
+    The number of texts of a mapping of lists is unknown until a model reads them.
+    """
+    n_clean, n_corrupted = number_of_texts(clean), number_of_texts(corrupted)
+    if n_clean is not None and n_corrupted is not None:
+        require_equal_numbers([n_clean, n_corrupted])
 
 
 def _require_metric(metric: Metric, pos: Tokens | None) -> None:

@@ -147,12 +147,7 @@ def _require_same_texts(texts: list[Text], masks: list[Tensor], has_spans: bool)
         masks: the mask of each of these texts.
         has_spans: whether spans define which positions correspond.
     """
-    counts = [len(text.tokens) for text in texts]
-    if not counts[0] or counts[0] != counts[-1]:
-        got = " and ".join(map(str, counts))
-        raise ValueError(
-            f"the numbers of clean and corrupted texts must be equal and at least 1; got {got}"
-        )
+    require_equal_numbers([len(text.tokens) for text in texts])
     is_same = masks[0] is masks[-1] or has_spans or torch.equal(masks[0].cpu(), masks[-1].cpu())
     if not is_same:
         shapes = [[*text.tokens.shape] for text in texts]
@@ -164,6 +159,20 @@ def _require_same_texts(texts: list[Text], masks: list[Tensor], has_spans: bool)
                 given=given,
                 reason="unless spans define which positions correspond",
             )
+        )
+
+
+def require_equal_numbers(counts: Sequence[int]) -> None:
+    """Check the number of clean texts and, if there are any, of corrupted texts.
+
+    >>> require_equal_numbers([3, 2])
+    Traceback (most recent call last):
+    ValueError: the numbers of clean and corrupted texts must be equal and at least 1; got 3 and 2
+    """
+    if not counts[0] or counts[0] != counts[-1]:
+        got = " and ".join(map(str, counts))
+        raise ValueError(
+            f"the numbers of clean and corrupted texts must be equal and at least 1; got {got}"
         )
 
 

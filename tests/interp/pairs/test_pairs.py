@@ -2,10 +2,12 @@
 answers rightly.
 """
 
+import numpy as np
 import pytest
 import torch
 
 from hooks import ModeError
+from hooks.base import Text
 from interp import Pairs, cross_entropy, log_prob
 from interp.measuring import measure
 from tests.shipped import pydoc
@@ -267,6 +269,40 @@ TEXT = torch.ones(BATCH, POS).long()
 def test_pairs_that_do_not_fit(tokens, corrupted, options, match):
     with pytest.raises(ValueError, match=match):
         Pairs(**{"clean": tokens, "corrupted": corrupted} | options)
+
+
+THREE = torch.ones(3, 5, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("clean", "corrupted"),
+    [
+        (["a", "b", "c"], ["a", "b"]),
+        (["a", "b", "c"], "a"),
+        (["a", "b", "c"], [5, 6, 7]),
+        ([[1, 2], [3], [4]], ["a", "b"]),
+        (THREE, ["a", "b"]),
+        (Text(THREE), ["a", "b"]),
+    ],
+)
+def test_unequal_numbers_of_texts_are_refused_before_a_model_reads_them(clean, corrupted):
+    n_corrupted = 2 if len(corrupted) == 2 else 1
+    with pytest.raises(ValueError, match=f"numbers of clean and corrupted.*3 and {n_corrupted}$"):
+        Pairs(clean, corrupted, ("a", "b"))
+
+
+def test_numbers_of_texts_that_are_not_known_are_compared_when_a_model_reads_them():
+    columns = {"input_ids": [[3], [4]]}
+    assert not Pairs(["a", "b"], columns, ("a", "b")).is_read
+    pairs = Pairs(["a", "b", "c"], columns, ("a", "b"))
+    with pytest.raises(ValueError, match="numbers of clean and corrupted.*3 and 2$"):
+        pairs.read_by(pydoc())
+
+
+def test_one_text_has_several_forms():
+    """The tokens of a text may be integers of NumPy, which are no texts of their own."""
+    for clean, corrupted in [("a", ["b"]), ([3, 1], [*np.array([3, 1, 4])]), (["a"], [5, 6])]:
+        assert len(Pairs(clean, corrupted, ("a", "b"), spans={"end": [[-1]]})) == 1
 
 
 @pytest.mark.usefixtures("unchecked")
