@@ -103,7 +103,21 @@ _ARGUMENTS = {
 }
 _VALUE = "edits.replace(value, feature=3), where the value is a tensor"
 _SELECT = "result.select(layer=3), or result.values"
+
+
+def _of_entries() -> dict[str, str]:
+    """Return the advice for labels and effects that are read from all entries at once."""
+    advice = {}
+    for axis in ("layer", "head", "pos", "neuron", "feature", "span"):
+        labels = f"[entry.where[{axis!r}] for entry in entries]"
+        advice[f"Entries.{axis}"] = advice[f"Entries.{axis}s"] = labels
+    for name in ("effect", "effects", "mean", "values"):
+        advice[f"Entries.{name}"] = "[entry.effect for entry in entries]"
+    return advice
+
+
 _ATTRIBUTES = {
+    **_of_entries(),
     "Result.dims": "result.axes",
     "Result.ndim": "len(result.axes)",
     "Result.sort": "result.top(k)",

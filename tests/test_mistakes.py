@@ -392,6 +392,10 @@ effects.top(3, abs=True)                                        | TypeError | ab
 effects.mean('example')                                         | TypeError | result.values.mean
 effects.mean(axis='layer')                                      | TypeError | axis=; .*values.mean
 effects.select(layer=-1)                                        | ValueError | got -1; counted from the end, this is 3
+effects.plot(facets='head')                                     | TypeError | facets=; close matches: facet
+effects.top(3).heads                                            | AttributeError | entry.where.'head'. for entry in entries
+effects.top(3).effects                                          | AttributeError | entry.effect for entry in entries
+effects.top(3).note                                             | AttributeError | close matches: notes
 effects.save('x.pt')                                            | ValueError | x.pt .*safetensors and no suffix
 interp.load_result                                              | AttributeError | Result.load
 edits.set(5.0)                                                  | AttributeError | edits.replace

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hooks.base import number_of
+from hooks.base import HintsAtNames, number_of
 from interp.numbers.intervals import interval_text
 
 _WITHOUT_BOUND = (
@@ -74,7 +74,7 @@ class Entry(NamedTuple):
         return f"{self.effect:+.4g} {interval}" if interval else f"{self.effect:+.4g}"
 
 
-class Entries(tuple[Entry, ...]):
+class Entries(HintsAtNames, tuple[Entry, ...]):
     """Entries of a result, which are printed one per line.
 
     If a printed interval has an infinite end, the last line gives the reason. Only intervals of

@@ -675,6 +675,7 @@ class Result(plots.Shown):
             return [False] * len(rows)
         return are_metric_rounding(rows, self.base).tolist()
 
+    @explains_calls
     def plot(self, facet: str | None = None) -> "Figure":
         """Plot the mean effects: a heat map for two axes, or bars with 95% intervals for one axis.
 

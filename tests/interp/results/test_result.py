@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import pickle
 import sys
 import warnings
 from dataclasses import replace
@@ -377,6 +378,13 @@ def test_plots(result):
     assert len(axes.get_yticks()) <= 81
     with pytest.raises(ValueError, match="head"):
         replace(many, values=torch.zeros(3, 300, 2, 5), axes=("layer", *many.axes)).plot()
+
+
+def test_entries_are_a_tuple_without_other_attributes(result):
+    entries = result.top(2)
+    assert isinstance(entries, tuple)
+    assert not hasattr(entries, "__dict__")
+    assert copy.copy(entries) == pickle.loads(pickle.dumps(entries)) == entries
 
 
 def test_a_table_for_pandas(result):
