@@ -1,75 +1,221 @@
-"""The signatures of all public names, which `signatures.txt` records.
+"""Everything that users write, which `signatures.txt` records.
 
-A change of the record is a change of what users write. List it in examples/guides/changes.md, and
-keep the promise that "Stability" gives there. This command writes the file anew:
+These are the signatures of all public names, the attributes and methods of the objects that public
+functions return, and the options of the command line. A change of the record is a change of what
+users write. List it in examples/guides/changes.md, and keep the promise that "Stability" gives
+there. This command writes the file anew:
 
     python -m tests.test_signatures
+
+1. `lines` writes each public module, then the classes that users receive but do not import
+   (`returned`), the named unions of types, and the command line.
+2. `members` writes the constructor of a class, its attributes, methods and operators.
+3. `arguments` writes a signature with the types and the values of all defaults.
 """
 
+import argparse
+import ast
+import dataclasses
 import difflib
+import enum
 import functools
 import importlib
 import inspect
+import textwrap
+import typing
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal, Unpack
 
+import pytest
+import torch
+from jaxtyping import Int
+
+from hooks import Mode
+from interp.cli import command
+from models.running.generation import GenerationOptions
 from tests.faces import FACES
+from tests.written import members_of, type_text, value_text
 
 RECORD = Path(__file__).with_name("signatures.txt")
 PACKAGES = {"hooks", "models", "interp"}
+MODULES = (*FACES, "interp.graph")
+
+OPERATORS = {
+    *("__call__", "__getitem__", "__len__", "__iter__", "__contains__", "__enter__", "__exit__"),
+    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__"),
+    *("__matmul__", "__neg__", "__or__", "__and__", "__lt__", "__bool__", "__float__"),
+    *("__reversed__", "__invert__", "__setitem__", "__delitem__", "__array__"),
+}
+
+# The record shows the names of these types in place of the types.
+NAMED_TYPES = (
+    *("hooks.base.Texts", "hooks.base.Index", "hooks.Hook", "hooks.Hooks", "hooks.Selector"),
+    *("interp.pairs.pairs.Answers", "interp.Metric", "models.Batches"),
+)
+
+
+def found(path):
+    """Return the value at a path, such as `hooks.base.Texts`."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+@functools.cache
+def named_types():
+    """Return the texts of the members of each named type, by name."""
+    named = {}
+    for path in NAMED_TYPES:
+        named[path.rpartition(".")[2]] = members_of(found(path), named)
+    return named
+
+
+def written(kind):
+    """Return a type as text."""
+    return type_text(kind, named_types())
 
 
 def is_ours(value):
     """Return whether a class or a function is defined in this project."""
-    return getattr(value, "__module__", "").split(".")[0] in PACKAGES
+    return (getattr(value, "__module__", None) or "").split(".")[0] in PACKAGES
 
 
-def arguments(function):
-    """Return the arguments of a function with their defaults, but without their types."""
-    parameters = []
-    for parameter in inspect.signature(function).parameters.values():
-        default = parameter.default
-        is_plain = default is None or isinstance(default, (int, float, str))
-        if default is not parameter.empty and not is_plain:
-            parameter = parameter.replace(default=...)
-        parameters.append(parameter.replace(annotation=parameter.empty))
-    return str(inspect.Signature(parameters))
+def options_of(parameter):
+    """Return the keywords behind `**options`, or the type if the keywords are not listed."""
+    for kind in typing.get_args(parameter.annotation):
+        if typing.is_typeddict(kind):
+            fields = inspect.get_annotations(kind).items()
+            return f"{{{', '.join(f'{name}: {written(type_)}' for name, type_ in fields)}}}"
+    return written(parameter.annotation)
+
+
+def argument(parameter, factories):
+    """Return one argument with its type and its default."""
+    star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    text = f"{star}{parameter.name}"
+    if parameter.annotation is not parameter.empty:
+        text += f": {options_of(parameter) if star == '**' else written(parameter.annotation)}"
+    if parameter.default is parameter.empty:
+        return text
+    if parameter.name in factories:
+        return f"{text} = {factories[parameter.name].__name__}()"
+    return f"{text} = {value_text(parameter.default)}"
+
+
+def arguments(function, factories=()):
+    """Return the arguments of a function and the type of its result.
+
+    Args:
+        function: the function.
+        factories: for the constructor of a dataclass, the functions that make defaults, by field.
+    """
+    signature = inspect.signature(function)
+    parts = []
+    kind = None
+    for parameter in signature.parameters.values():
+        was_positional_only = kind is parameter.POSITIONAL_ONLY
+        kind = parameter.kind
+        if was_positional_only and kind is not parameter.POSITIONAL_ONLY:
+            parts.append("/")
+        if kind is parameter.KEYWORD_ONLY and not any(part.startswith("*") for part in parts):
+            parts.append("*")
+        parts.append(argument(parameter, factories))
+    result = signature.return_annotation
+    arrow = "" if result is signature.empty else f" -> {written(result)}"
+    return f"({', '.join(parts)}){arrow}"
+
+
+def attributes(kind):
+    """Return the types of the attributes of a class, by name; unknown types are None.
+
+    These are the annotated names of the class, and the names that `__init__` sets.
+    """
+    names = {}
+    for base in filter(is_ours, reversed(kind.__mro__)):
+        names |= inspect.get_annotations(base)
+        if "__init__" in vars(base) and "__dataclass_fields__" not in vars(base):
+            source = textwrap.dedent(inspect.getsource(inspect.unwrap(base.__init__)))
+            for node in ast.walk(ast.parse(source)):
+                is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+                if is_set and ast.unparse(node.value) == "self":
+                    names.setdefault(node.attr, None)
+    return {name: type_ for name, type_ in names.items() if not name.startswith("_")}
+
+
+def constructor(kind):
+    """Yield the line of the constructor of a class, if the class has its own."""
+    if hasattr(kind, "_field_defaults"):
+        yield f"    __new__{arguments(kind.__new__)}"
+    elif is_ours(inspect.unwrap(kind.__init__)) or hasattr(kind, "__dataclass_fields__"):
+        fields = getattr(kind, "__dataclass_fields__", {}).values()
+        factories = {each.name: each.default_factory for each in fields}
+        made = {name: make for name, make in factories.items() if make is not dataclasses.MISSING}
+        yield f"    __init__{arguments(kind.__init__, made)}"
 
 
 def members(kind):
-    """Yield a line for the constructor of a class, its fields, and its methods and properties."""
-    for name in getattr(kind, "_fields", ()) or getattr(kind, "__dataclass_fields__", ()):
-        if not name.startswith("_"):
-            yield f"    {name}"
+    """Yield a line for each attribute, method, property and operator of a class."""
+    if issubclass(kind, enum.Enum):
+        yield from (f"    {member.name} = {member.value!r}" for member in kind)
+    for name, type_ in attributes(kind).items():
+        yield f"    {name}" + ("" if type_ is None else f": {written(type_)}")
     for name in sorted(dir(kind)):
+        if name.startswith("_") and name not in OPERATORS:
+            continue
         value = inspect.getattr_static(kind, name)
         function = getattr(value, "__func__", value)
-        if name.startswith("_") and name not in ("__init__", "__call__", "__getitem__"):
-            continue
         if inspect.isfunction(function) and is_ours(inspect.unwrap(function)):
             yield f"    {name}{arguments(function)}"
         elif isinstance(value, (property, functools.cached_property)):
             getter = getattr(value, "fget", None) or value.func
             if is_ours(getter):
-                yield f"    {name}"
+                result = inspect.signature(getter).return_annotation
+                yield f"    {name}: {written(result)}"
+
+
+def title(kind):
+    """Return the first line of a class."""
+    return f"  class {kind.__name__}({', '.join(base.__name__ for base in kind.__bases__)})"
+
+
+def options_of_commands():
+    """Yield a line for each command of the command line, and for each of its options."""
+    parser, commands = command._parsers()
+    for name, of_command in {"hookscope": parser, **commands}.items():
+        yield f"  {name}"
+        for action in of_command._actions:
+            if isinstance(action, argparse._SubParsersAction) or "--help" in action.option_strings:
+                continue
+            names = ", ".join(action.option_strings) or action.dest
+            takes = "" if action.nargs is None else f" nargs={action.nargs}"
+            choices = "" if action.choices is None else f" of {value_text([*action.choices])}"
+            needed = " required" if action.required else ""
+            default = "" if action.default is None else f" = {value_text(action.default)}"
+            yield f"    {names}{takes}{choices}{needed}{default}"
 
 
 def lines():
     """Yield the lines of the record."""
-    for module in (*FACES, "interp.graph"):
+    for module in MODULES:
         package = importlib.import_module(module)
         yield module
         for name in sorted(package.__all__):
             value = getattr(package, name)
-            if not is_ours(value):
-                yield f"  {name}"
-            elif inspect.isclass(value):
-                bases = ", ".join(base.__name__ for base in value.__bases__)
-                yield f"  class {name}({bases})"
+            if inspect.isclass(value) and is_ours(value):
+                yield title(value)
+                yield from constructor(value)
                 yield from members(value)
             elif inspect.isfunction(value):
                 yield f"  {name}{arguments(value)}"
-            else:
+            elif inspect.ismodule(value) or inspect.isclass(value):
                 yield f"  {name}"
+            else:
+                yield f"  {name} = {type_text(value)}"
+    yield "types"
+    for path in NAMED_TYPES:
+        yield f"  {path.rpartition('.')[2]} = {type_text(found(path))}"
+    yield "commands"
+    yield from options_of_commands()
 
 
 def record():
@@ -81,6 +227,99 @@ def test_public_signatures_are_the_recorded_signatures():
     now, recorded = record().splitlines(), RECORD.read_text().splitlines()
     changed = [line for line in difflib.ndiff(recorded, now) if line[0] in "+-"]
     assert not changed, "\n".join([*changed, __doc__])
+
+
+def plain(value, shares=(0.5, 1), *, dtype=torch.float32, make=dict, **others):
+    """Return the value. The record of this function is in a test."""
+
+
+def typed(
+    tokens: Int[torch.Tensor, "batch pos"] | list[int],
+    side: Literal["left", "right"] = "left",
+    at: "Position | None" = None,
+    *,
+    apply: Callable[[int, str], Any] | None = None,
+    dtype: torch.dtype | None = None,
+    **options: Unpack[GenerationOptions],
+) -> dict[str, tuple[int, ...]]:
+    """Return nothing. The record of this function is in a test."""
+
+
+@dataclasses.dataclass
+class Config:
+    """A config. Its record is in a test."""
+
+    size: int
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    places: tuple[int, ...] = (1,)
+
+    def __len__(self) -> int:
+        return self.size
+
+
+class Part:
+    """A class with an attribute that only `__init__` names."""
+
+    def __init__(self, width=3):
+        self.width = width
+        self._hidden = 2 * width
+
+
+def test_the_record_of_a_function_has_the_values_of_its_defaults():
+    recorded = "(value, shares = (0.5, 1), *, dtype = torch.float32, make = dict, **others)"
+    assert arguments(plain) == recorded
+
+
+def test_the_record_of_a_function_has_types_allowed_words_and_the_keywords_of_options():
+    start, _, options = arguments(typed).partition(", **options: ")
+    assert start == (
+        '(tokens: Int[Tensor, "batch pos"] | list[int], '
+        "side: Literal['left', 'right'] = 'left', at: Position | None = None, *, "
+        "apply: Callable[[int, str], Any] | None = None, dtype: dtype | None = None"
+    )
+    assert options.startswith('{attention_mask: Shaped[Tensor, "batch pos"] | None, temperature: ')
+    assert options.endswith(", compiled: Mapping[str, Any] | bool}) -> dict[str, tuple[int, ...]]")
+
+
+def test_the_record_of_a_class_has_its_fields_factories_and_operators(monkeypatch):
+    monkeypatch.setattr("tests.test_signatures.PACKAGES", {"tests"})
+    assert [*constructor(Config), *members(Config)] == [
+        "    __init__(self, size: int, parts: dict[str, float] = dict(), "
+        "places: tuple[int, ...] = (1,)) -> None",
+        "    size: int",
+        "    parts: dict[str, float]",
+        "    places: tuple[int, ...]",
+        "    __len__(self) -> int",
+    ]
+    assert [*constructor(Part), *members(Part)] == ["    __init__(self, width = 3)", "    width"]
+
+
+def test_the_members_of_a_union_are_sorted_or_have_the_name_of_the_union():
+    numbers = members_of(int | float | str)
+    assert type_text(None | str | int) == type_text(int | str | None) == "int | str | None"
+    assert type_text(str | bytes | float | int, {"Number": numbers}) == "Number | bytes"
+    assert type_text(list[str | float | int], {"Number": numbers}) == "list[Number]"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ((1,), "(1,)"),
+        (Config(2), "Config(size=2, parts={}, places=(1,))"),
+        (frozenset({"b", "a"}), "frozenset('a', 'b')"),
+        ({"a": [0.5, None]}, "{'a': [0.5, None]}"),
+        (Mode.full, "Mode.full"),
+        (len, "len"),
+        (..., "..."),
+    ],
+)
+def test_a_default_is_recorded_by_its_value(value, text):
+    assert value_text(value) == text
+
+
+def test_a_default_without_a_fixed_text_is_an_error():
+    with pytest.raises(TypeError, match="whose text is known"):
+        value_text(object())
 
 
 if __name__ == "__main__":
