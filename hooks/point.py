@@ -1,4 +1,8 @@
-"""HookPoint, the identity module that names a value, and Point, a place for hooks."""
+"""Points: places in the forward pass with a name, where hooks read or change the value.
+
+`HookPoint` is an identity module: a model passes a value through it, and its path in the model is
+the name of the point. `Point` describes a place: its name, the axes of its value, and its module.
+"""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,8 @@
-"""Transformer blocks: one class for each form. Each forward reads like its equation."""
+"""Transformer blocks: one class for each form. Each forward reads like its equation.
+
+A sublayer is attention or the MLP. A branch is a sublayer with the norms before and after it: it
+reads the residual stream, and adds its output to the stream.
+"""
 
 import dataclasses
 from typing import Any, Literal

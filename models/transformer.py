@@ -373,6 +373,7 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
         return (tokens,), arguments if mask is None else {**arguments, "attention_mask": mask}
 
     def _text_device(self) -> torch.device:
+        """Return the device on which the tokens of texts are created."""
         return self.device
 
     def extend_context(self, n_ctx: int) -> None:

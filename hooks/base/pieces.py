@@ -1,7 +1,8 @@
 """Pieces of texts: the columns of a batch that one run of a model reads, and their padding.
 
-A run with a key-value cache, as in generation, reads only the columns after the cached ones. Hooks
-still count positions from the start of the text, so they need to know the piece.
+A piece is a chunk of a text that runs in several parts. A run with a key-value cache, as in
+generation, reads only the columns after the cached ones. Hooks still count positions from the start
+of the text, so they need to know the piece.
 """
 
 from collections.abc import Mapping, Sequence

@@ -283,6 +283,7 @@ class _Cell:
             self._show("")
 
     def _show(self, line: str) -> None:
+        """Display a line in the output of the cell, or replace the line that is displayed there."""
         from IPython import display
 
         data = {"text/plain": line}

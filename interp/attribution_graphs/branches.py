@@ -1,5 +1,7 @@
 """Two answers of several tokens after one text, as the positions of one run.
 
+The text divides into two branches, one for each answer.
+
 1. The model runs a row for each answer: the text, and the tokens of the answer that it reads.
 2. In a causal model, both rows have the same values at the positions of the text. These positions
    are joined. The joined run has the positions of the text, then the positions of the first answer,
@@ -25,7 +27,7 @@ from interp.graph.scores import BlockScores, HeadReadings
 
 @dataclass(frozen=True)
 class Branches:
-    """The rows of a run, and the positions that remain when the rows are joined.
+    """The rows of a run, one for each answer, and the positions of the joined run.
 
     Attributes:
         n_shared: the number of positions of the text, which all rows share.

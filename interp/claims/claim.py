@@ -1,5 +1,7 @@
 """Claims about a model that a machine can check: a statement, its evidence, and promised numbers.
 
+A promised number is a bound that the tests must reach, such as the effect of a head on new texts.
+
 1. A constructor, such as `Claim.circuit`, records the statement, the model, the pairs on which it
    was found, other pairs to test it, and the promised numbers.
 2. `save` writes a file of strict JSON, and `load` reads it and checks each field. The file contains

@@ -1,5 +1,7 @@
 """Two models with the same points: checks, texts that both read, and values of both.
 
+The base is the original model. The tuned model was trained further.
+
 1. `require_same` compares the sizes, the points and the axes. One error names the first difference.
 2. `TwoModels.read` converts the texts to tokens with both tokenizers, which must agree.
 3. `TwoModels.batches` yields padded batches of tokens, each on the device of its model.

@@ -1,7 +1,7 @@
 """Crosscoders: dictionaries whose features write to several models, or to several layers.
 
-1. A crosscoder reads a value of each member: the same point of several models, or several points of
-   one model.
+1. A crosscoder reads a value of each member. The members are several models, which are read at the
+   same point; or they are several layers of one model.
 2. A feature reads the values of all members, and their pre-activations are added up. In a weakly
    causal crosscoder, a feature reads the value of a single member.
 3. A nonlinearity computes the features, which all members share.

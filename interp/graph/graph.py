@@ -1,5 +1,9 @@
 """The graph of a model: writers to the residual stream, its readers, and the edges between them.
 
+A writer is the source of an edge: a node that adds its output to the stream, such as a head, an MLP
+or the embeddings. A reader is the target of an edge: an input that is computed from the stream,
+such as the queries of a head, the input of an MLP, or the logits.
+
 Circuits, edge attribution and decompositions use the graph. `Graph.layers` contains the indices of
 the nodes of a block among writers and readers, and `Graph.all_writers` yields the output of each
 writer.

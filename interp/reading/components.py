@@ -1,4 +1,7 @@
-"""The contributions of a model's parts to the residual stream of a run.
+"""The contributions of a model's components to the residual stream of a run.
+
+A component is a part of the model that adds a vector to the stream, such as the embedding, a head
+or an MLP. In a graph, it is called a writer.
 
 Most contributions are kept as factors, such as the `z` of a head and its `W_O`. The vectors in the
 stream are only computed when they are needed; see `interp.graph.nodes.Writers`.

@@ -3,8 +3,8 @@
 The lens vector of a token is the token's row of W_U J, where J is the Jacobian of a layer. The
 product of the stream with this vector is the logit of the token by the lens, before the final norm.
 
-1. Select the lens vector with the largest cosine with the rest of the vector, which is the whole
-   vector at first.
+1. Select the lens vector with the largest cosine with the rest, which is the vector minus the sum
+   that was found so far: the whole vector at first.
 2. Compute the coefficients of all selected lens vectors by least squares, under the condition that
    no coefficient is negative.
 3. Subtract the sum from the vector to get the new rest. Repeat until there are k lens vectors, or

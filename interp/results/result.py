@@ -1,4 +1,10 @@
-"""Results: tables of effects, with one number for each place and example, labels and intervals."""
+"""Results: tables of effects, with one number for each place and example, labels and intervals.
+
+A place is one index of the table, such as layer 3 and head 5. The base is the metric of the run
+that is edited, before the edit. The target is the metric of the run that the values come from. In
+activation patching with the direction `denoising`, the base is the corrupted run, and the target is
+the clean run.
+"""
 
 import fnmatch
 import math

@@ -1,5 +1,8 @@
 """Sites: the places where runs are compared, and the axes of the result.
 
+A site is the last part of a point's name, such as `resid_pre`. It stands for the points of all
+layers with this name.
+
 Activation patching of `resid_pre` over `layer` and `pos`, in a model of 2 layers and texts of 3
 tokens:
 

@@ -1,4 +1,8 @@
-"""Corpora: read texts from files and tables, and cut or pack them into pieces for the model."""
+"""Corpora: read texts from files and tables, and cut or pack them into pieces for the model.
+
+A piece is one input of the model. A text that is longer than the context of the model becomes
+several pieces. A piece can also contain several short texts.
+"""
 
 import itertools
 import json

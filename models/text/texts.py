@@ -1,4 +1,7 @@
-"""Texts of models with a tokenizer: convert texts to tokens, and tokens to texts."""
+"""Texts of models with a tokenizer: convert texts to tokens, and tokens to texts or pieces.
+
+A piece is the text of one token.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
