@@ -59,6 +59,7 @@ from hooks.base.decorators import explains_calls, names_fields, without_gradient
 from hooks.base.draws import generator
 from hooks.base.errors import (
     NEVER_FIRED,
+    hub_failure,
     library,
     require_choice,
     require_fired,
@@ -189,6 +190,7 @@ __all__ = [
     "hides_others",
     "hooks_last",
     "hooks_of",
+    "hub_failure",
     "is_batch",
     "is_cancelled",
     "is_close",

@@ -16,6 +16,7 @@ import functools
 import importlib
 import math
 import operator
+import textwrap
 from collections.abc import Collection, Container, Iterable
 from typing import Any
 
@@ -233,6 +234,33 @@ def library(name: str, install: str = requirement("hf")) -> Any:
         if error.name != name.partition(".")[0]:
             raise
         raise ImportError(f'{error.name} is missing: pip install "{install}"', name=name) from None
+
+
+# The reasons for errors of huggingface_hub, by the names of their classes.
+_OF_THE_HUB = {
+    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and the local cache lacks the files",
+    "LocalEntryNotFoundError": "the hub cannot be reached, and the local cache lacks the files",
+    "GatedRepoError": "accept the terms of the repository on the hub, and log in (hf auth login)",
+    "RepositoryNotFoundError": "no repository has this name, or you may not read it",
+    "RevisionNotFoundError": "the repository has no such revision",
+}
+
+
+def hub_failure(error: BaseException) -> str:
+    """Return the reason why a download from the hub failed, in one short line.
+
+    Args:
+        error: the error of huggingface_hub, of HTTP, of the network or of the disk.
+
+    >>> hub_failure(OSError("no space left\\non device"))
+    'no space left on device'
+    """
+    # The error about a file that is not in the cache comes from the error about the network.
+    for cause in (error.__cause__, error):
+        for kind in type(cause).__mro__:
+            if kind.__name__ in _OF_THE_HUB:
+                return _OF_THE_HUB[kind.__name__]
+    return textwrap.shorten(str(error), width=200, placeholder=" ...")
 
 
 def require_fired(names: Iterable[str], fired: Container[str], reason: str = NEVER_FIRED) -> None:

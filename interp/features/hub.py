@@ -9,7 +9,7 @@ import importlib.util
 import re
 from pathlib import Path, PurePosixPath
 
-from hooks.base import library, unknown_name
+from hooks.base import hub_failure, library, unknown_name
 
 _WEIGHTS = (".safetensors", ".npz", ".pt", ".pth")
 _CONFIGS = ("cfg.json", "config.json", "config.yaml", "conf.yaml", "hyperparams.json")
@@ -51,11 +51,10 @@ def downloaded(name: str) -> Path:
         path = Path(fetch(repository, allow_patterns=patterns)) / inside
     # The hub, HTTP, the network and the disk raise many kinds of errors.
     except Exception as error:
-        reason = " ".join(str(error).split())
         raise FileNotFoundError(
             f"{name!r} must be a local file or folder, or be on the hub; the download of "
-            f"{inside or 'all files'} from {repository} failed: {reason} (names of SAELens "
-            "releases need its package: pip install sae-lens)"
+            f"{inside or 'all files'} from {repository} failed: {hub_failure(error)} (names of "
+            "releases of SAELens need its package: pip install sae-lens)"
         ) from error
     if not path.exists():
         raise FileNotFoundError(

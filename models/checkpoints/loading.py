@@ -11,7 +11,15 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from hooks.base import damage_of, library, require_device, require_kind, shows_progress, storage
+from hooks.base import (
+    damage_of,
+    hub_failure,
+    library,
+    require_device,
+    require_kind,
+    shows_progress,
+    storage,
+)
 from models import verification
 from models.checkpoints.huggingface import load_huggingface
 from models.checkpoints.own import BUNDLED, CONFIG, list_models, load_own
@@ -25,6 +33,8 @@ from models.transformer import Transformer
 
 # A name on the hub is "gpt2" or "org/name".
 _HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+# The names of other libraries and of papers, with the names on the hub.
+_ALSO_CALLED = {"gpt2-small": "gpt2"}
 _WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 _WEIGHTS_BIN = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 _DESCRIPTION = (
@@ -271,8 +281,7 @@ def locate(
     # The hub, HTTP, the network and the disk raise errors of many classes.
     except Exception as error:
         kind = ImportError if isinstance(error, ImportError) else FileNotFoundError
-        reason = " ".join(str(error).split())
-        raise kind(f"{missing}; a download from the hub failed: {reason}") from error
+        raise kind(f"{missing}; a download from the hub failed: {hub_failure(error)}") from error
 
 
 def _require_name(name_or_path: str | os.PathLike[str]) -> None:
@@ -298,9 +307,9 @@ def _require_name(name_or_path: str | os.PathLike[str]) -> None:
 def _missing(name: str) -> str:
     """Return the message for a name without a model, with a close match and the known names."""
     at_hand = [*list_models(), *PACKAGED]
-    others = [other for other in at_hand + list_configs() if other != name]
-    close = difflib.get_close_matches(name.lower(), others, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close and name not in list_configs() else ""
+    ours = {other: other for other in at_hand + list_configs() if other != name} | _ALSO_CALLED
+    close = difflib.get_close_matches(name.lower(), ours, n=1)
+    hint = f"; did you mean {ours[close[0]]!r}?" if close and name not in list_configs() else ""
     missing = f"no file, directory or model of this package is named {name!r}{hint}"
     missing += f" (available: {', '.join(at_hand)})"
     if name in list_configs():

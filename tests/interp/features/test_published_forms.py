@@ -717,7 +717,7 @@ def test_places_on_the_hub(hub, tmp_path):
 def test_without_the_hub_the_error_is_one_line(hub, monkeypatch, tmp_path):
     for name in ("no-such/repository", "no-such/repository/layer_3"):
         with pytest.raises(
-            FileNotFoundError, match="download of .* failed.*has been disabled"
+            FileNotFoundError, match="download of .* failed.*cannot be reached"
         ) as caught:
             load_sae(name)
         assert "\n" not in str(caught.value)

@@ -135,6 +135,11 @@ def test_the_error_for_an_unknown_model_lists_the_models(monkeypatch, tmp_path):
     offline(monkeypatch)
     with pytest.raises(FileNotFoundError, match=r"'pydoc-5l'.*mean 'pydoc-4l'"):
         load("pydoc-5l")
+    for misspelt in ("gpt2-smal", "gpt2-small", "GPT-2"):
+        with pytest.raises(FileNotFoundError, match=r"mean 'gpt2'\?") as caught:
+            load(misspelt)
+        assert len(str(caught.value)) < 240
+        assert "\n" not in str(caught.value)
     for nothing in ("nothing", "no/such/directory", Path("nothing")):
         with pytest.raises(FileNotFoundError, match="available: pydoc-4l"):
             load_tokenizer(nothing)
@@ -144,7 +149,7 @@ def test_the_error_for_an_unknown_model_lists_the_models(monkeypatch, tmp_path):
     for name in ("tiny-lm", "svd-64-2l", "gpt2"):
         with pytest.raises(FileNotFoundError, match=f"build.'{name}'") as caught:
             load(name)
-        assert ("has been disabled" in str(caught.value)) == (name == "gpt2")
+        assert ("the hub cannot be reached" in str(caught.value)) == (name == "gpt2")
         # A known name needs no suggestion.
         assert "mean" not in str(caught.value)
 
@@ -410,7 +415,7 @@ def offline(monkeypatch):
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     def fetch(name, **options):
-        raise LocalEntryNotFoundError("outgoing traffic\n has been disabled")
+        raise LocalEntryNotFoundError("outgoing traffic\n has been disabled" * 20)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
 
@@ -490,6 +495,31 @@ def test_offline_the_hub_is_not_asked():
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("FileNotFoundError: ")
     assert "'no-such/model'" in last
+    assert "HF_HUB_OFFLINE is set" in last
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("RepositoryNotFoundError", "no repository has this name"),
+        ("GatedRepoError", "accept the terms"),
+        ("RevisionNotFoundError", "no such revision"),
+    ],
+)
+def test_refusals_of_the_hub_are_one_short_line(monkeypatch, name, words):
+    hub = pytest.importorskip("huggingface_hub")
+    httpx = pytest.importorskip(hub.errors.HfHubHTTPError.__mro__[1].__module__.partition(".")[0])
+    request = httpx.Request("GET", "https://huggingface.co/api/models/some/model")
+    response = httpx.Response(401, request=request)
+
+    def fetch(*args, **options):
+        raise getattr(hub.errors, name)("401 Client Error.\n\nLong" * 20, response=response)
+
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
+    with pytest.raises(FileNotFoundError, match=f"hub failed: .*{words}") as caught:
+        load("some/model", revision="v2")
+    assert len(str(caught.value)) < 240
+    assert name in repr(caught.value.__cause__)
 
 
 def test_without_the_hub_library(monkeypatch):
