@@ -10,7 +10,7 @@ needed `adapters`, `processing`, `verification`, `mode` and `hints`.
 
 from hooks.base import missing_name as _missing_name
 from hooks.base import skip_token_checks
-from models.attached import Attached, attach, detach
+from models.attached import Attached, AttachError, attach, detach
 from models.attention import Attention
 from models.block import Block
 from models.checkpoints import (
@@ -51,6 +51,7 @@ from models.verification import VerificationError, verify
 
 __all__ = [
     "MLP",
+    "AttachError",
     "Attached",
     "Attention",
     "Batches",

@@ -602,7 +602,7 @@ def test_the_guide_of_errors_lists_every_kind():
     guide = (ROOT / "examples" / "guides" / "errors.md").read_text(encoding="utf-8")
     rows = {row[1]: row[0] for row in re.finditer(r"^\| `(\w+Error)`.*$", guide, re.MULTILINE)}
     kinds = [getattr(hooks, name) for name in hooks.__all__ if name.endswith("Error")]
-    for kind in [*kinds, models.VerificationError]:
+    for kind in [*kinds, models.AttachError, models.VerificationError]:
         assert kind.__name__ in rows or kind is HookError
         if isinstance(kind, type) and kind is not HookError:
             own = [base.__name__ for base in kind.__mro__ if base.__module__ == "builtins"][:1]

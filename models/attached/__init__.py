@@ -8,5 +8,6 @@ in positions), and analyses use the object from `attached`, or its `view` as blo
 
 from models.attached.attached import Attached, detach
 from models.attached.attaching import attach
+from models.attached.original import AttachError
 
-__all__ = ["Attached", "attach", "detach"]
+__all__ = ["AttachError", "Attached", "attach", "detach"]

@@ -385,7 +385,15 @@ ADVICE = f"name blocks=, attn= and mlp=, give example=, or {WITHOUT_ATTACH}"
 
 
 class AttachError(ValueError):
-    """An error for a model that cannot be attached. The message contains the reason."""
+    """The error for a model that `attach` cannot read.
+
+    The message contains the reason and the arguments of `attach` that can help.
+
+    >>> from models import attach
+    >>> attach(nn.Sequential(nn.Embedding(5, 6), nn.Linear(6, 5)))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    models.attached.original.AttachError: the model must have a ModuleList of blocks that run ...
+    """
 
 
 @contextmanager

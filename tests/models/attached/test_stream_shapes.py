@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from models import attach
-from models.attached.original import AttachError
+from models import AttachError, attach
 from tests import tiny
 
 pytest.importorskip("transformers", reason="needs the extra hf")

@@ -10,8 +10,7 @@ from torch import nn
 
 from hooks import HookedRunner, HookError, NeverFiredError
 from interp import edits
-from models import attach
-from models.attached.original import AttachError
+from models import AttachError, attach
 from tests import tiny
 from tests.models.attached.kinds import TOKENS, made
 
