@@ -130,6 +130,7 @@ _ATTRIBUTES = {
     "Result.loc": _SELECT,
     "Result.iloc": _SELECT,
     "load_result": "interp.Result.load(path)",
+    "Pairs.load": "Pairs(clean, corrupted, answers); files of pairs are for other programs",
     "Direction.shape": "direction[name].shape; direction[name] is the vector at a point",
     "Direction.norm": "direction[name].norm(); direction.unit() has vectors of length 1",
     "Direction.vector": "direction[name], the vector at a point",

@@ -405,6 +405,9 @@ directions.Direction({'embed': torch.ones(3)})[2]               | UnknownNameErr
 sae.cfg                                                         | AttributeError | sae.reads
 sae.run_with_cache(TEXT)                                        | AttributeError | interp.splice
 graph.nodes                                                     | AttributeError | graph.writers
+Pairs.load('pairs.json')                                        | AttributeError | Pairs.clean, corrupted, answers.*other programs
+pairs.load('pairs.json')                                        | AttributeError | Pairs.clean, corrupted, answers.*other programs
+Pairs.read                                                      | AttributeError | Pairs has no attribute 'read'
 pairs.answer                                                    | AttributeError | answers
 model.n_layers                                                  | AttributeError | model.config.n_layers
 model.config.n_layer                                            | AttributeError | n_layers
@@ -451,6 +454,9 @@ spectral.svd(model.blocks[0].attn)                              | TypeError | an
 singular_tokens(model, 3)                                       | ValueError | head must be given for 'ov', such as head=0
 ov_circuit(model, 3)                                            | TypeError | ov_circuit.model..layer, head
 load_sae('x', release='y')                                      | TypeError | release=; load_sae
+interp.splice(model, 3)                                         | TypeError | dictionaries must be a Dictionary; got 3
+interp.splice(model, {'blocks.0.mlp_out': TEXT})                | TypeError | blocks.0.mlp_out needs a dictionary.*got str
+interp.splice(model, {'embed': sae}, point='embed')             | ValueError | point must be None
 spliced(sae, model)                                             | TypeError | dictionaries must be a Dictionary; got a Transformer
 spliced(model, {2: sae})                                        | TypeError | the point of a dictionary must be a name; got 2
 directions.probe(model, [TEXT, 'x'], [1, 0])                    | TypeError | contrast .*single text.*: write \(yes, no\)

@@ -214,7 +214,8 @@ def splice(
         dictionary.
 
     Raises:
-        TypeError: if an object is no dictionary, or writes to several layers.
+        TypeError: if an object is no dictionary, or writes to several layers. This error is raised
+            by the call, and the next errors by the `with` statement.
         UnknownNameError: if a point is not in the model.
         ValueError: if a size is wrong, or the point that a dictionary reads or writes is unknown.
         HookError: if a transcoder reads and writes in different blocks, or the point already has a
@@ -239,20 +240,20 @@ def splice(
       blocks.1.resid_post.features  float32 [1, 9, 128]  batch pos feature
     """
     require_choice("error", error, ("live", "frozen", None))
-    return _Splicing(_spliced(model, dictionaries, error=error, reads=reads, point=point))
+    by_point = _by_point(dictionaries, point)
+    return _Splicing(_spliced(model, by_point, error=error, reads=reads))
 
 
 @contextmanager
 def _spliced(
     model: nn.Module,
-    dictionaries: Dictionaries,
+    dictionaries: Mapping[str, Dictionary],
     error: Error,
     reads: str | Mapping[str, str] | None,
-    point: str | None,
 ) -> Iterator[HookedRunner]:
     """Splice dictionaries into a model until the end of the `with` statement; see `splice`."""
     runner = runner_of(model)
-    parts = placed(runner, dictionaries, error=error, reads=reads, point=point)
+    parts = placed(runner, dictionaries, error=error, reads=reads)
     with with_parts(model, runner.points, parts):
         yield HookedRunner(model)
 
@@ -262,13 +263,37 @@ def placed(
     dictionaries: Dictionaries,
     error: Error = "live",
     reads: str | Mapping[str, str] | None = None,
-    point: str | None = None,
 ) -> dict[str, SplicedDictionary]:
     """Return dictionaries as parts for the points of a model.
 
     Args:
         runner: the runner of the model.
-        dictionaries, error, reads, point: see `splice`, which also lists the errors and warnings.
+        dictionaries, error, reads: see `splice`, which also lists the errors and warnings.
+    """
+    parts: dict[str, SplicedDictionary] = {}
+    for name, dictionary in _by_point(dictionaries).items():
+        target = _point(runner, name, "point")
+        source = _reading(runner, dictionary, point=target, reads=reads)
+        _check_sizes(runner.model, dictionary, point=target, source=source)
+        warn_of_place(runner, (dictionary.writes, target.name), (dictionary.reads, source.name))
+        source_name = None if source is target else source.name
+        parts[target.name] = SplicedDictionary(
+            dictionary=dictionary, point=target, reads=source_name, error=error
+        )
+    return parts
+
+
+def _by_point(dictionaries: Dictionaries, point: str | None = None) -> Mapping[str, Dictionary]:
+    """Return dictionaries by the names of their points, after a check of names and objects.
+
+    Args:
+        dictionaries, point: see `splice`.
+
+    Raises:
+        TypeError: if an object is no dictionary, or writes to several layers; or if a point has no
+            name.
+        ValueError: if the point of a single dictionary is unknown, or if `point` is given for
+            several dictionaries.
     """
     if isinstance(dictionaries, Crosscoder):
         raise _no_dictionary("dictionaries", dictionaries)
@@ -283,21 +308,12 @@ def placed(
         )
     if not isinstance(dictionaries, Mapping):
         require_made("dictionaries", dictionaries, Dictionary)
-    parts: dict[str, SplicedDictionary] = {}
     for name, dictionary in dictionaries.items():
         example = "for example 'blocks.2.resid_post'"
         require_kind("the point of a dictionary", name, kind=str, words="a name", call=example)
         if not isinstance(dictionary, Dictionary):
             raise _no_dictionary(name, dictionary)
-        target = _point(runner, name, "point")
-        source = _reading(runner, dictionary, point=target, reads=reads)
-        _check_sizes(runner.model, dictionary, point=target, source=source)
-        warn_of_place(runner, (dictionary.writes, target.name), (dictionary.reads, source.name))
-        source_name = None if source is target else source.name
-        parts[target.name] = SplicedDictionary(
-            dictionary=dictionary, point=target, reads=source_name, error=error
-        )
-    return parts
+    return dictionaries
 
 
 def _no_dictionary(name: str, value: object) -> TypeError:

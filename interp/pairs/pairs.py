@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache
 from hooks.base import (
+    HintedClass,
     NoOthers,
     Text,
     Texts,
@@ -70,7 +71,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Pairs(plots.Shown):
+class Pairs(plots.Shown, metaclass=HintedClass):
     """Clean texts, corrupted texts to compare them with, and the metric of an analysis.
 
     Without spans, a position of the clean text corresponds to the same position of the corrupted
