@@ -16,3 +16,13 @@ FACES = (
     "interp.spectral",
     "interp.store",
 )
+
+MODULES = (*FACES, "interp.graph")
+"""All modules with public names."""
+
+PACKAGES = {"hooks", "models", "interp"}
+
+
+def is_ours(value):
+    """Return whether a class or a function is defined in this project."""
+    return (getattr(value, "__module__", None) or "").split(".")[0] in PACKAGES

@@ -18,6 +18,8 @@ import torch
 
 import hooks
 from tests.faces import FACES
+from tests.faces import MODULES as PUBLIC
+from tests.returned import DETAILS, returned
 
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {"hooks": {"hooks"}, "models": {"hooks", "models"}, "interp": {"hooks", "interp"}}
@@ -368,7 +370,15 @@ def test_help_shows_an_example_and_the_result(module):
 def test_the_reference_page_lists_every_public_name():
     page = (ROOT / "examples" / "guides" / "reference.md").read_text()
     sections = dict(section.split("\n", 1) for section in page.split("\n## ")[1:])
-    assert sections.keys() == {*FACES, "interp.graph"}
+    received = sections.pop("Objects that functions return")
+    details = sections.pop("Details")
+    assert re.findall(r"^\| `(\w+)` \|", received, re.MULTILINE) == [
+        kind.__name__ for kind in returned()
+    ]
+    for kind in returned():
+        assert f"\n::: {kind.__module__}.{kind.__name__}\n" in received
+    assert set(re.findall(r"`(\w+)`", details)) == DETAILS
+    assert sections.keys() == {*PUBLIC}
     for module, section in sections.items():
         names = sorted(re.findall("`(\\w+)`", section))
         assert names == sorted(importlib.import_module(module).__all__), module

@@ -34,12 +34,11 @@ from jaxtyping import Int
 from hooks import Mode
 from interp.cli import command
 from models.running.generation import GenerationOptions
-from tests.faces import FACES
+from tests.faces import MODULES, is_ours
+from tests.returned import DETAILS, reached, received, returned
 from tests.written import members_of, type_text, value_text
 
 RECORD = Path(__file__).with_name("signatures.txt")
-PACKAGES = {"hooks", "models", "interp"}
-MODULES = (*FACES, "interp.graph")
 
 OPERATORS = {
     *("__call__", "__getitem__", "__len__", "__iter__", "__contains__", "__enter__", "__exit__"),
@@ -73,11 +72,6 @@ def named_types():
 def written(kind):
     """Return a type as text."""
     return type_text(kind, named_types())
-
-
-def is_ours(value):
-    """Return whether a class or a function is defined in this project."""
-    return (getattr(value, "__module__", None) or "").split(".")[0] in PACKAGES
 
 
 def options_of(parameter):
@@ -153,8 +147,13 @@ def constructor(kind):
         yield f"    __init__{arguments(kind.__init__, made)}"
 
 
-def members(kind):
-    """Yield a line for each attribute, method, property and operator of a class."""
+def members(kind, has_makers=True):
+    """Yield a line for each attribute, method, property and operator of a class.
+
+    Args:
+        kind: the class.
+        has_makers: whether users make objects of the class, also with its class methods.
+    """
     if issubclass(kind, enum.Enum):
         yield from (f"    {member.name} = {member.value!r}" for member in kind)
     for name, type_ in attributes(kind).items():
@@ -164,6 +163,8 @@ def members(kind):
             continue
         value = inspect.getattr_static(kind, name)
         function = getattr(value, "__func__", value)
+        if isinstance(value, classmethod) and not has_makers:
+            continue
         if inspect.isfunction(function) and is_ours(inspect.unwrap(function)):
             yield f"    {name}{arguments(function)}"
         elif isinstance(value, (property, functools.cached_property)):
@@ -211,6 +212,11 @@ def lines():
                 yield f"  {name}"
             else:
                 yield f"  {name} = {type_text(value)}"
+    # The attributes and methods are stable, but not the constructors.
+    yield "objects that functions return"
+    for kind in returned():
+        yield title(kind)
+        yield from members(kind, has_makers=False)
     yield "types"
     for path in NAMED_TYPES:
         yield f"  {path.rpartition('.')[2]} = {type_text(found(path))}"
@@ -281,8 +287,38 @@ def test_the_record_of_a_function_has_types_allowed_words_and_the_keywords_of_op
     assert options.endswith(", compiled: Mapping[str, Any] | bool}) -> dict[str, tuple[int, ...]]")
 
 
+class Rows(list["Part | None"]):
+    """A list. The classes that users receive from it are in a test."""
+
+    @property
+    def config(self) -> Config | None:
+        """A config, or nothing."""
+
+    def parts(self) -> "dict[str, Part]":
+        """Return parts by name."""
+
+    def _hidden(self) -> int:
+        """Return a number, which is private."""
+
+    @classmethod
+    def of(cls) -> "Rows":
+        """Return a list. Users do not receive it."""
+
+
+def test_users_receive_items_attributes_and_results(monkeypatch):
+    monkeypatch.setattr("tests.faces.PACKAGES", {"tests"})
+    items, config, parts = received(Rows, "rows")
+    assert items == (Part, "rows[i]")
+    assert config == (Config, "rows.config")
+    assert parts == (Part, "rows.parts")
+
+
+def test_each_detail_is_a_class_that_users_reach():
+    assert {kind.__name__ for kind in reached()} >= DETAILS
+
+
 def test_the_record_of_a_class_has_its_fields_factories_and_operators(monkeypatch):
-    monkeypatch.setattr("tests.test_signatures.PACKAGES", {"tests"})
+    monkeypatch.setattr("tests.faces.PACKAGES", {"tests"})
     assert [*constructor(Config), *members(Config)] == [
         "    __init__(self, size: int, parts: dict[str, float] = dict(), "
         "places: tuple[int, ...] = (1,)) -> None",

@@ -1,0 +1,97 @@
+"""The classes that users receive from public functions, but do not import.
+
+1. `received` yields the classes in the types of results and attributes of a function or class.
+2. `returned` begins with the public names, and continues with the classes that it finds.
+3. `DETAILS` are classes that users should not use, although they can reach them. The reference
+   lists both kinds.
+"""
+
+import functools
+import importlib
+import inspect
+import sys
+import typing
+
+from tests.faces import MODULES, is_ours
+
+DETAILS = {
+    *("AllBut", "AttachedContext", "Bound", "Branch", "Content", "Continuations", "Forward"),
+    *("FrozenRun", "Linear", "LogitTerms", "ModelIdentity", "Placement", "Rule", "Selection"),
+    *("StoredPairs", "StoredTexts", "ValueSource", "ViewContext", "Writers"),
+}
+
+
+def received(value, path):
+    """Yield the classes that a function or an object gives to users, each with a path to it."""
+    if inspect.isclass(value):
+        for base in filter(is_ours, value.__mro__):
+            # The type of the items, such as Entry in `class Entries(tuple[Entry, ...])`.
+            for generic in vars(base).get("__orig_bases__", ()):
+                for kind in typing.get_args(generic):
+                    yield from ((each, f"{path}[i]") for each in classes_in(kind, base))
+            for name, kind in inspect.get_annotations(base).items():
+                if not name.startswith("_"):
+                    yield from ((each, f"{path}.{name}") for each in classes_in(kind, base))
+        for name in sorted(dir(value)):
+            member = inspect.getattr_static(value, name)
+            getter = getattr(member, "fget", None) or getattr(member, "func", member)
+            is_public = not name.startswith("_") or name in ("__getitem__", "__iter__")
+            if is_public and inspect.isfunction(getter):
+                yield from received(getter, f"{path}.{name}")
+    elif inspect.isfunction(value) and is_ours(inspect.unwrap(value)):
+        result = inspect.signature(value).return_annotation
+        yield from ((kind, path) for kind in classes_in(result, value))
+
+
+def classes_in(kind, owner):
+    """Yield the classes of this project in a type.
+
+    Args:
+        kind: the type.
+        owner: the function or the class with the annotation. If its module does not import the type
+            when it runs, such as a figure of matplotlib, the type is left out.
+    """
+    if isinstance(kind, typing.ForwardRef):
+        kind = kind.__forward_arg__
+    if isinstance(kind, str):
+        try:
+            kind = eval(kind, vars(sys.modules[inspect.unwrap(owner).__module__]))
+        except NameError:
+            return
+    if inspect.isclass(kind) and not typing.get_args(kind):
+        if is_ours(kind) and not kind.__name__.startswith("_"):
+            yield kind
+    elif typing.get_origin(kind) is not typing.Literal:
+        for part in typing.get_args(kind):
+            yield from classes_in(part, owner)
+
+
+@functools.cache
+def public_values():
+    """Return the public values, each with its name."""
+    values = []
+    for name in MODULES:
+        module = importlib.import_module(name)
+        values += [(getattr(module, each), f"{name}.{each}") for each in sorted(module.__all__)]
+    return values
+
+
+@functools.cache
+def reached():
+    """Return all classes that users reach and do not import, each with the paths to it."""
+    public = [value for value, _ in public_values()]
+    waiting = public_values()
+    paths = {}
+    for value, path in waiting:
+        for kind, place in received(value, path):
+            if not any(kind is other for other in public):
+                if kind not in paths and kind.__name__ not in DETAILS:
+                    waiting.append((kind, kind.__name__))
+                paths.setdefault(kind, []).append(place)
+    return paths
+
+
+def returned():
+    """Return the classes that belong to the promise of stability, by name."""
+    kinds = [kind for kind in reached() if kind.__name__ not in DETAILS]
+    return sorted(kinds, key=lambda kind: kind.__name__)
