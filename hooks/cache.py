@@ -248,7 +248,8 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
             short: the end of the names, such as `attn.z`.
 
         Raises:
-            UnknownNameError, CacheError: see `layer_names`.
+            UnknownNameError: if no name ends in `short`.
+            CacheError: if this cache lacks the value of a layer in which the model has it.
         """
         return (self.read(name)[0] for name in self.layer_names(short).values())
 

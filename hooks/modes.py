@@ -153,7 +153,8 @@ class Options:
 
         Args:
             names: the names of the cached values.
-            otherwise: the advice of the error. Default: advice for an eager run.
+            otherwise: the advice at the end of the error, if a run exceeds the limit. Default: the
+                advice for an eager run, such as to use `lazy=True`.
         """
         return Bound([*names], self.max_bytes, otherwise=otherwise, times=2 if self.grads else 1)
 

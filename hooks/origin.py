@@ -23,7 +23,7 @@ class Origin:
     Attributes:
         known: the names of all points of the model, in order.
         config_hash: the hash of the model's configuration.
-        inputs: the arguments of the run; see `inputs_of`.
+        inputs: the tokens, masks and numbers among the arguments of the run, by name.
         hashed: the `weights_hash` of the model when the cache was saved or copied; otherwise empty.
         skipped: the chosen points without a value, each with the reason.
         is_part: whether texts or positions of the cache were selected. Then `inputs` still contain

@@ -86,7 +86,8 @@ def log_prob(token: Tokens, pos: Tokens = -1) -> Metric:
         token: one token, or one for each example. For analyses, a text may be several tokens, such
             as `" Paris, the city"`: the metric is then the log-probability of the whole text after
             the prompt; see `Pairs`.
-        pos: see `logit_diff`, also for the errors.
+        pos: one position, or one for each example, as in `logit_diff`, with the same errors. -1 is
+            the last real token of an example.
 
     Returns:
         The metric, a function from logits [batch, pos, vocab] to one number for each example
@@ -111,7 +112,8 @@ def accuracy(token: Tokens, pos: Tokens = -1) -> Metric:
     Args:
         token: one token, or one for each example. For analyses, a text may be several tokens: the
             metric is then 1 if greedy decoding after the prompt returns the whole text.
-        pos: see `logit_diff`, also for the errors.
+        pos: one position, or one for each example, as in `logit_diff`, with the same errors. -1 is
+            the last real token of an example.
 
     Returns:
         The metric, a function from logits [batch, pos, vocab] to one number for each example
@@ -135,7 +137,8 @@ def rank(token: Tokens, pos: Tokens = -1) -> Metric:
 
     Args:
         token: one token, or one for each example.
-        pos: see `logit_diff`, also for the errors.
+        pos: one position, or one for each example, as in `logit_diff`, with the same errors. -1 is
+            the last real token of an example.
 
     Returns:
         The metric, a function from logits [batch, pos, vocab] to one number for each example
@@ -305,7 +308,8 @@ def kl_divergence(
 
     Args:
         reference: the logits of the run to compare with.
-        pos: see `logit_diff`; None for the mean over all real positions.
+        pos: one position, or one for each example, as in `logit_diff`; None for the mean over all
+            real positions.
         attention_mask: True or 1 at real tokens. Padded texts need the mask both here and in the
             analysis.
 

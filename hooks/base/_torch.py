@@ -105,7 +105,15 @@ class Component(nn.Module):
 
 
 class _Entry:
-    """A descriptor without `__set__`, so an instance may have an attribute of the same name."""
+    """A class attribute that finds a submodule or a parameter in its dictionary of the instance.
+
+    Without it, Python searches the class in vain, and then calls the slow `nn.Module.__getattr__`.
+    It has no `__set__`, so an instance may also have an ordinary attribute of the same name.
+
+    Args:
+        dictionary: the dictionary of the instance, `_modules` or `_parameters`.
+        name: the name of the submodule or the parameter.
+    """
 
     def __init__(self, dictionary: str, name: str) -> None:
         self.dictionary = dictionary

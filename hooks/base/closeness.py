@@ -385,7 +385,7 @@ def stream_rounding(dtype: torch.dtype, n: int) -> float:
 
 
 def code_rounding(dtype: torch.dtype) -> float:
-    """Return the limit of rounding for a module or a model that different code computes.
+    """Return how far two implementations of the same module or model may differ by rounding.
 
     The limit is a fraction of the largest number. A wrong part changes the numbers by far more.
     """

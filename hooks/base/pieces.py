@@ -99,7 +99,11 @@ class Piece:
         return self._known(axis) if fits else None
 
     def mask_along(self, axis: str, rows: int, end: int) -> KeyMask | None:
-        """Return the mask of the real columns along an axis, on the CPU; see `columns_along`."""
+        """Return a mask that is True at real columns along an axis, [rows, end], on the CPU.
+
+        The result is None if there is no padding. The arguments are the arguments of
+        `columns_along`, which returns the same columns as numbers.
+        """
         columns = self.columns_along(axis, rows, end)
         if columns is None:
             return None

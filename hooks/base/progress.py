@@ -230,7 +230,7 @@ def _is_notebook() -> bool:
 
 @runtime_checkable
 class _Screen(Protocol):
-    """The place of one bar."""
+    """The place where one progress bar is displayed: a terminal or a cell of a notebook."""
 
     lock: threading.RLock
 
@@ -295,7 +295,7 @@ class _Cell:
 
 
 class _Terminal:
-    """The place of one bar on a terminal: a line of standard error."""
+    """A place for one progress bar on a terminal: a line of standard error."""
 
     def __init__(self) -> None:
         # Import it here, because the import is slow.

@@ -201,9 +201,10 @@ class FrozenRun:
         return placed
 
     def _encode(self, first: int) -> None:
-        """Encode the inputs of transcoders, and set the active features, errors and constants.
+        """Divide the output of each MLP into active features, constants and an error. Store them.
 
-        An error is the output of an MLP minus the contributions of active features and constants.
+        The features are the features of the transcoders. The constants are their biases, which do
+        not depend on the text. The error is the remainder of the output.
         """
         self.errors = {n: self.at(mlp.added) for n, mlp in self._mlps.items()}
         self.constants: dict[int, Tensor] = {}

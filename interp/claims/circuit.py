@@ -47,7 +47,7 @@ class CircuitContent(Content):
 
     Attributes:
         edges: the names of the edges.
-        split_embeddings: see `Graph`.
+        split_embeddings: whether token and position embeddings are two separate writers.
         digests: the digests of the texts that the circuit was found on.
         faithful: the share of the behaviour that the circuit keeps is at least this number, and at
             most 2 minus this number.

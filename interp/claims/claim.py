@@ -288,7 +288,7 @@ class Claim(plots.Shown):
             pos: the position. Default: the last.
             head: the head, if the point has heads.
             accuracy: the promised share of right answers on fresh pairs.
-            epochs, rate: see `align`.
+            epochs, rate: the number of epochs and the learning rate of `align`.
             seeds: the number of seeds of the search. Default: 2.
 
         Raises:
@@ -376,7 +376,7 @@ class Claim(plots.Shown):
                 tell`.
             seeds: the number of seeds of random alternatives. Default: the number of the claim.
             dictionary: the dictionary of a claim about a feature.
-            max_bytes: see `run_circuit`.
+            max_bytes: a bound on the memory in bytes, not counting the model; see `run_circuit`.
             progress: whether to show a bar after two seconds.
 
         Returns:

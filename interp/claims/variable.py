@@ -37,7 +37,7 @@ class VariableContent(Content):
         k: the number of columns.
         pos: the position.
         head: the head; None if the point has no heads.
-        epochs, rate: see `align`.
+        epochs, rate: the number of epochs and the learning rate of `align`.
         accuracy: the promised share of right answers.
     """
 

@@ -148,7 +148,7 @@ def steering_curve(
             is the mean over tokens. Default: no other texts.
         pos: the positions where the direction is added, in prompts and other texts. For chats
             (`models.chat`), it can be the name of a span. Default: all positions.
-        max_bytes: see `sweep`.
+        max_bytes: a bound on the memory of the runs in bytes, not counting the model; see `sweep`.
         progress: whether to show a progress bar after two seconds.
 
     Returns:

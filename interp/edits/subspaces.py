@@ -42,7 +42,9 @@ def interchange(
     Interpretable Causal Variables and Distributed Neural Representations".
 
     Args:
-        source, source_pos: see `replace`.
+        source: the values whose part is written, such as a cache or a tensor; see `replace`.
+        source_pos: the columns of the source for the selected positions; see `replace`. Default:
+            the same positions.
         subspace: a direction; columns that span the subspace, which need not be orthonormal; or
             features of the values, such as the features of `interp.alignment`.
         where: the place that is changed, by axis.

@@ -70,15 +70,19 @@ def attribution_patching(
 
     Args:
         model: any model with the usual points. Its weights need no gradients and receive none.
-        pairs: see `activation_patching`. Their metric must be differentiable.
-        site: see `activation_patching`.
-        over: see `activation_patching`; with several layers, `layer` must be one of the axes. A
+        pairs: clean and corrupted texts, and the metric, which must be differentiable; see
+            `activation_patching`.
+        site: the point to patch, such as `resid_pre` or `z`; see `activation_patching`.
+        over: the axes of the result, such as `["layer", "head"]`; see `activation_patching` for the
+            default. With several layers, `layer` must be one of the axes. A
             change of a value also changes the values of later layers, so estimates of several
             layers do not add up to the effect of patching them together.
         direction: `denoising` edits the corrupted run and takes gradients there; `noising` edits
             the clean run.
-        source: see `activation_patching`. Gradients are gradients of `model`.
-        layers, heads, neurons: see `activation_patching`.
+        source: another model, whose values are used instead of a run on other texts; see
+            `activation_patching`. Gradients are gradients of `model`.
+        layers, heads: the layers or heads to patch, one or several. Default: all.
+        neurons: the number of neighbouring neurons in one place. Default: 1.
         qk_correction: at the sites `q` and `k`, compute the exact change of the attention pattern
             by the other queries, or by the other key of one position at a time, and multiply this
             change by the gradient at the pattern. It costs a few runs of the attention alone. Use

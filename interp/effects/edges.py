@@ -99,7 +99,8 @@ def edge_attribution(
 
     Args:
         model: a model that has a `Graph`. Its weights need no gradients and receive none.
-        pairs: see `activation_patching`. Their metric must be differentiable.
+        pairs: clean and corrupted texts, and the metric, which must be differentiable; see
+            `activation_patching`.
         method: `eap`, `eap_ig_inputs` or `eap_ig_activations`.
         over: `pos` returns one score for each position at which the reader reads, `span` one score
             for each named span. Default: the sum over all positions.
@@ -109,8 +110,9 @@ def edge_attribution(
             `eap` has no steps.
         direction: `noising` edits the clean run, as circuits do; `denoising` edits the corrupted
             run.
-        source: see `activation_patching`. The outputs of its writers are computed with its own
-            weights. Gradients are gradients of `model`. Biases have no edges, so no score contains
+        source: another model, whose values are used instead of a run on other texts; see
+            `activation_patching`. The outputs of its writers are computed with its own weights.
+            Gradients are gradients of `model`. Biases have no edges, so no score contains
             a difference of biases.
         split_embeddings: whether token and position embeddings are two separate writers; see
             `Graph`. For `eap_ig_inputs`, both together are the input.

@@ -52,7 +52,7 @@ def faithfulness(
         circuit: the edges that are not replaced.
         source: the source of the replaced values; see `run_circuit`. Default: the corrupted texts.
         seed: the seed of a random circuit with the same number of edges, for comparison.
-        max_bytes: see `run_circuit`.
+        max_bytes: a bound on the memory in bytes, not counting the model; see `run_circuit`.
         progress: whether to show a bar after two seconds.
 
     Returns:

@@ -65,9 +65,10 @@ def integrated_gradients(
 
     Args:
         model: any model with the usual points. Its weights need no gradients and receive none.
-        pairs: see `attribution_patching`.
-        site: see `activation_patching`. Default: the token embeddings.
-        over: see `activation_patching`; with several layers, `layer` must be one of the axes.
+        pairs: clean and corrupted texts, and the metric, which must be differentiable.
+        site: the point whose values change, such as `resid_pre`. Default: the token embeddings.
+        over: the axes of the result; see `activation_patching` for the default. With several
+            layers, `layer` must be one of the axes.
         steps: the number of steps of each path, or a list with a number for each layer, such as
             `about["steps"]`; the number of gradients is larger by one. `auto` doubles the number
             until the gap of every example is at most 0.01 of the mean absolute change of the

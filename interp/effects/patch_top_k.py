@@ -105,7 +105,7 @@ def patch_top_k(
             place (a place usually costs less than a whole pass; see `sweep`). The sample uses the
             passes that the top does not use. Default: 100.
         seed: the seed of the sample.
-        max_bytes: see `sweep`.
+        max_bytes: a bound on the memory of the runs in bytes, not counting the model; see `sweep`.
         progress: whether to show a bar after two seconds.
 
     Returns:

@@ -83,7 +83,7 @@ def activation_patching(
             `head` in `over`.
         neurons: the number of neighbouring neurons in one place. Default: 1. It needs `neuron` in
             `over`.
-        max_bytes: see `sweep`.
+        max_bytes: a bound on the memory of the runs in bytes, not counting the model; see `sweep`.
         progress: whether to show a bar after two seconds.
 
     Returns:

@@ -47,13 +47,13 @@ def edge_patching(
 
     Args:
         model: a model that has a `Graph`, in evaluation mode.
-        pairs: see `activation_patching`.
+        pairs: clean and corrupted texts, and the metric; see `activation_patching`.
         edges: the name of one edge, or the names of several edges. Default: all edges. Patching
             all edges takes many runs; `edge_attribution` is a faster estimate.
         direction: `noising` edits the clean run, as circuits do; `denoising` edits the corrupted
             run.
-        source: see `activation_patching`. The outputs of its writers are computed with its own
-            weights.
+        source: another model, whose values are used instead of a run on other texts; see
+            `activation_patching`. The outputs of its writers are computed with its own weights.
         split_embeddings: whether token and position embeddings are two separate writers; see
             `Graph`.
         max_bytes: a bound on the memory in bytes, not counting the model, two runs and the outputs

@@ -60,7 +60,9 @@ def evaluate_sae(
 
     Args:
         model: any model, in evaluation mode.
-        dictionaries, reads: see `splice`.
+        dictionaries: a dictionary for each point, or a single dictionary with a known point.
+        reads: the point that a transcoder reads, or a mapping from the points of transcoders to
+            points that they read; see `splice`. Default: the point in the config.
         texts: the texts. Padding is ignored. Texts of a single token are left out, because they
             have no loss.
         pos: the positions of each text that are scored and where values are replaced. All other

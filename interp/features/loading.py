@@ -112,8 +112,10 @@ def load_transcoders(
         path: a folder, or its config. It can also be the name of bundled transcoders,
             `pydoc-4l/transcoders`, or a place on the Hugging Face hub, such as
             `mntss/transcoder-Llama-3.2-1B`.
-        format: see `load_sae`.
-        dtype: see `load_sae`.
+        format: the format of the files, if a folder contains files of several formats. Default:
+            `auto`.
+        dtype: the dtype of weights and features. Default: the dtype of the file, but float32 for
+            half precision.
         k: the number of active features at a position, if the files do not contain it
             (circuit-tracer).
 

@@ -37,7 +37,11 @@ def crosscoder_cards(
         texts: the texts, which each model reads once.
         member: the model whose decoder, unembedding and tokenizer are used.
         point: the point that all members read. Default: the points in the files.
-        features, k, pos, batch, progress: see `feature_cards`.
+        features: the indices of the features.
+        k: the number of examples, tokens and neighbours on each card. Default: 8.
+        pos: the positions of each text that count. Default: all positions.
+        batch: the number of texts in a batch. Default: 16.
+        progress: whether to show a progress bar after two seconds. Default: True.
 
     Returns:
         The cards, in the order of `features`.

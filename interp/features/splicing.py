@@ -47,7 +47,7 @@ class SplicedDictionary(Part):
         dictionary: the dictionary.
         point: the point whose value the dictionary changes.
         reads: the name of the point that the dictionary reads, or None for the same point.
-        error: see `splice`.
+        error: whether the error of the dictionary is added: `live`, `frozen` or None; see `splice`.
 
     Attributes:
         kept: the positions where the reconstruction replaces the value if the error is left out.

@@ -203,7 +203,7 @@ class TemporalDictionary(Dictionary):
         Args:
             features: the features.
             x: the input of the dictionary, from which the prediction is computed.
-            mask: see `encode`.
+            mask: True at real tokens, as for `encode`.
 
         Raises:
             ValueError: if `x` is missing; see also `pre_activations`.
@@ -240,7 +240,10 @@ class TemporalDictionary(Dictionary):
         )
 
     def _with(self, **changes: Any) -> Dictionary:
-        """Raise an error, because the weights belong to the attention too."""
+        """Raise an error: this dictionary cannot be copied with changed weights.
+
+        The attention uses the same weights, so it would change too.
+        """
         raise ValueError(f"{', '.join(changes)} of a temporal dictionary cannot be changed")
 
     def _split(self, x: RowsOfValues) -> tuple[ValuesOfTexts, ValuesOfTexts]:

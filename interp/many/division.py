@@ -112,7 +112,12 @@ class Whole:
         return _words(self.examples, self.args, self.options, self.by_example, self.write)
 
     def part(self, number: int, at_once: int) -> PartOfExamples:
-        """Return a part of at most `at_once` examples."""
+        """Return part `number`: the examples from `number * at_once` on, with their arguments.
+
+        Args:
+            number: the number of the part, from 0.
+            at_once: the largest number of examples in a part.
+        """
         first = number * at_once
         rows = torch.arange(first, min(len(self), first + at_once))
         options = dict(self.options)

@@ -147,7 +147,7 @@ def _require_heads(heads: Sequence[Any] | None, layers: list[int]) -> None:
 
 
 class _Drawn(NamedTuple):
-    """The weights to draw.
+    """The attention weights that `patterns` draws: at all positions, or at a window of a long text.
 
     Attributes:
         weights: the weights [query, key] by layer and head.

@@ -93,7 +93,7 @@ def attention_attribution(
     of all biases. If the model caps its scores, the score before the cap is explained.
 
     Args:
-        model: see `decompose`.
+        model: the model of the run, with the parts that a graph needs; see `decompose`.
         cache: the cache of a run that cached all points, for example a lazy cache.
         head: the layer and the head.
         query: the position that attends, or one position for each example; -1 is the last real
@@ -171,10 +171,14 @@ def _require_unedited(
 def _sources(
     parts: ResidualComponents, scores: BlockScores, asked: AskedScore, head: tuple[int, int]
 ) -> tuple[list[str], list[Sources]]:
-    """Return the names of the sources, and the contribution of each source to each side of a score.
+    """Return the contribution of each source to the query and to the keys of a score.
 
-    The first source, `bias`, is all biases together. The sides, a query and keys, are in the order
-    of `asked.weights`.
+    The first source, `bias`, is all biases together. Every other source is a component, such as a
+    head of an earlier layer.
+
+    Returns:
+        The names of the sources, and a table of contributions for each entry of `asked.weights`:
+        the query, the key and, in a comparison, the other keys.
     """
     layer, number = head
     linear, scale = parts.norm_in_run(parts.graph.layers[layer].attention.norm)

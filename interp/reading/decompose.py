@@ -172,7 +172,7 @@ def apply_norm(
     the sublayer without that bias.
 
     Args:
-        model: see `decompose`.
+        model: the model of the run, with the parts that a graph needs; see `decompose`.
         cache: the cache of a run that cached the last `resid_post` and the norm's `scale`.
         values: vectors of the stream, for example the values of `decompose` with `before=layer`;
             any axes may come first. A direction is the same at all positions:

@@ -61,7 +61,7 @@ def direct_logit_attribution(
     back through `W_O`, and multiplied with the input of `W_O`.
 
     Args:
-        model: see `decompose`; it also needs `W_U`.
+        model: the model of the run, with the parts that a graph needs (see `decompose`), and `W_U`.
         cache: the cache of a run that cached all points, or
             `Graph(model, split_embeddings=True).needed` and `ln_final.scale`.
         right: the token of the logit. If `pos` is -1, a text without a space at its beginning is
@@ -286,9 +286,10 @@ class _Reading:
         return self._scaled((stream * to_device(self.direction, stream.device)).sum(-1))
 
     def spread(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos"]:
-        """Return the same as `read`, but with the root of the sum of squares in place of the sum.
+        """Return a number that is proportional to the rounding error of `read`.
 
-        Rounding errors with random signs add up in this way.
+        `read` is a sum of products. The result is the root of the sum of their squares, because
+        rounding errors with random signs add up in this way.
         """
         return self._scaled((stream * to_device(self.direction, stream.device)).norm(dim=-1))
 

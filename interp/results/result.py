@@ -232,7 +232,7 @@ class Result(plots.Shown):
         Args:
             rows: the values of some places.
             exists: True at the values that exist; None if all exist.
-            confidence: see `interval`.
+            confidence: the probability with which intervals contain the true mean, such as 0.95.
         """
         if exists is None:
             return self._interval_of(rows, slice(None), confidence)
@@ -258,7 +258,7 @@ class Result(plots.Shown):
         Args:
             rows: the values of these examples at some places.
             examples: the examples.
-            confidence: see `interval`.
+            confidence: the probability with which intervals contain the true mean, such as 0.95.
         """
         groups = self.groups
         if groups is not None and not isinstance(examples, slice):

@@ -93,7 +93,8 @@ def run_circuit(
         source: the source of the replaced values; see `CircuitSource`. Default: the other text of
             each pair.
         direction: `noising` runs the clean texts, `denoising` runs the corrupted texts.
-        split_embeddings: see `Graph`.
+        split_embeddings: whether token and position embeddings are two separate writers; see
+            `Graph`.
         max_bytes: a bound on the memory in bytes, not counting the model, the source and the
             result. The bound applies only if no gradient is recorded. Examples that do not fit
             together are run one after another.

@@ -157,9 +157,13 @@ class Unedited:
             self._free(layer, is_kept=layer in self._keep_streams)
 
     def _free(self, layer: int, is_kept: bool) -> None:
-        """Check the input stream of a block as `is_resumable` does, and free it if it is not kept.
+        """Check that the input stream of a block is the output of the block before, and free both.
 
-        The stream is also the output of the block before, which is freed too.
+        `is_resumable` needs this check, and it is impossible after the tensors are freed.
+
+        Args:
+            layer: the number of the block.
+            is_kept: whether the stream is needed later, and must not be freed.
         """
         args, kwargs, stream, before = self._calls[layer]
         self._is_intact &= version(stream) == before

@@ -42,7 +42,8 @@ def composition_scores(
     deviation.
 
     Args:
-        model: see `LanguageModel`.
+        model: a `models.Transformer`, an attached model, or a model of your own with the
+            weights that are used; see `LanguageModel`.
         kind: composition through the later head's queries, keys or values.
         fold, distance: see `qk_circuit`. Q and K need a distance if positions are rotary.
         draws: the number of random pairs of heads in the baseline.
@@ -112,7 +113,8 @@ def copying_scores(model: nn.Module, fold: bool = True) -> Result:
     (Elhage et al. 2021). No matrix of vocab times vocab numbers is formed.
 
     Args:
-        model: see `LanguageModel`.
+        model: a `models.Transformer`, an attached model, or a model of your own with the
+            weights that are used; see `LanguageModel`.
         fold: whether norms are folded into the weights; see `ov_circuit`. Default: True.
 
     Returns:

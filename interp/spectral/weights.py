@@ -24,7 +24,8 @@ def ov_circuit(model: nn.Module, *, fold: bool = True) -> FactoredMatrix:
     biases.
 
     Args:
-        model: see `LanguageModel`.
+        model: a `models.Transformer`, an attached model, or a model of your own with the
+            weights that are used; see `LanguageModel`.
         fold: whether norms are folded in: gains, and the mean that LayerNorm subtracts, but not the
             scale that a norm divides by, because it depends on the text. Gains of norms after
             attention are also folded in. If only LayerNorms read the stream, the mean of a head's
@@ -59,7 +60,8 @@ def qk_circuit(
     Norms of queries and keys are folded in like other norms, so their scales are left out.
 
     Args:
-        model: see `LanguageModel`.
+        model: a `models.Transformer`, an attached model, or a model of your own with the
+            weights that are used; see `LanguageModel`.
         fold: whether norms are folded in.
         distance: the number of positions from the key to the query; needed if positions are rotary.
 
@@ -105,7 +107,10 @@ def full_circuits(
     slices. Position embeddings are left out. With `fold`, the scales of norms are left out too.
 
     Args:
-        model, fold, distance: see `qk_circuit`. Folded logits have mean 0 over the vocabulary.
+        model: a `models.Transformer`, an attached model, or a model of your own with the
+            weights that are used; see `LanguageModel`.
+        fold: whether norms are folded in. Folded logits have mean 0 over the vocabulary.
+        distance: the number of positions from the key to the query; needed if positions are rotary.
         layer, head: the layer and the number of the head.
 
     Returns:
@@ -142,7 +147,10 @@ def token_directions(
     capped. Without `fold`, the direction reads the output of the final norm and not the stream.
 
     Args:
-        model, fold: see `ov_circuit`.
+        model: a `models.Transformer`, an attached model, or a model of your own with the
+            weights that are used; see `LanguageModel`.
+        fold: whether the final norm is folded in: its gain, and the mean that a LayerNorm
+            subtracts.
         tokens: tokens in any shape; or texts of one token each.
 
     Returns:
@@ -244,7 +252,10 @@ def singular_tokens(
     The method is from Millidge & Black 2022.
 
     Args:
-        model, fold, distance: see `qk_circuit`. For an MLP, `fold` also needs `ln2` and `ln2_post`.
+        model: a `models.Transformer`, an attached model, or a model of your own with the
+            weights that are used; see `LanguageModel`.
+        fold: whether norms are folded in. For an MLP, this also needs `ln2` and `ln2_post`.
+        distance: the number of positions from the key to the query; needed if positions are rotary.
         layer: the layer.
         head: the head of a circuit; None for weights of the MLP.
         circuit: `ov` or `qk` of a head, or `W_in` or `W_out` of the MLP.

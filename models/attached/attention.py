@@ -434,7 +434,7 @@ class _Passing(TorchFunctionMode):
         return self._by_head(weights).masked_fill(without_keys, 0).reshape(weights.shape)
 
     def _z(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the product of pattern and values, with the changes of `v` and `z`."""
+        """Return the product of pattern and values, after the hooks at the points `v` and `z`."""
         *others, value = _operands(args, kwargs)
         value = self._passed(self.points.v, "values", value)
         return self._by_position(self.points.z, func(*others, value, **kwargs))

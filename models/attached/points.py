@@ -496,9 +496,10 @@ class Merged(Wire):
 
 @dataclass(eq=False)
 class Projected(Output):
-    """Passes the features of a tower through a point. They are inserted into the stream of a text.
+    """Passes the features of a tower, such as a vision encoder, through the point `projected`.
 
-    Their rows and positions are not the text's, so they are read from the features.
+    The model inserts these features into the stream of a text. They have other rows and positions
+    than the text: a text may have several images. So both are read from the shape of the features.
     """
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:

@@ -136,10 +136,14 @@ class Sampling:
     ) -> tuple[Int[Tensor, " batch"], Float[Tensor, " batch"]]:
         """Return one token and the largest logit for each row, without waiting for the device.
 
-        If `require_finite` raises an error for the largest logits, the tokens have no meaning.
+        The tokens have no meaning if a largest logit is not finite. Call `require_finite` later to
+        check this.
 
         Args:
-            logits, generators, running: see `choose`. The largest logit is 0 for other rows.
+            logits: the logits of the next token.
+            generators: the generator of each row, on any device.
+            running: True at the rows whose tokens are used. For all other rows, the largest logit
+                in the result is 0. Default: all rows.
         """
         # The maximum of values with NaN is NaN.
         best = logits.max(-1)

@@ -116,7 +116,7 @@ def require_types(config: Mapping[str, Any], what: str) -> None:
 
     Args:
         config: the config, or a part of it. All other fields may have any type.
-        what: the kind of config; see `known_fields`.
+        what: the kind of config, a key of `fields.json`, such as `cfg.json of SAELens`.
 
     Raises:
         ValueError: if a field has another type.

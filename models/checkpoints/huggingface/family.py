@@ -157,10 +157,10 @@ class Attributes:
         return float(value) if type(value) is int and type(default) is float else value
 
     def need(self, name: str) -> Any:
-        """Return the value of an attribute that has no default.
+        """Return the value of an attribute that every file of this family must contain.
 
         Raises:
-            KeyError: if the file does not contain it.
+            KeyError: if the file does not contain the attribute.
         """
         self._used.add(name)
         return self._entries[name]
