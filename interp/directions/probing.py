@@ -181,7 +181,7 @@ def probe(
     site: str | Sequence[str] = "resid_post",
     *,
     over: Literal["pos"] | None = None,
-    kind: str = "logistic",
+    kind: Literal["logistic", "linear"] = "logistic",
     C: float = 1.0,
     k: int | None = None,
     folds: int = 5,

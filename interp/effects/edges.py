@@ -18,7 +18,7 @@ two methods along paths are from Hanna et al. 2024, "Have Faith in Faithfulness"
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Float
@@ -47,7 +47,7 @@ from interp.runs.models import Source, source_graph_of
 from interp.runs.runs import Runs, require_no_direction
 from interp.runs.trapezoid import TOLERANCE, PathSteps, averaged
 
-METHODS = ("eap", "eap_ig_inputs", "eap_ig_activations")
+EdgeMethod = Literal["eap", "eap_ig_inputs", "eap_ig_activations"]
 
 # The largest number of tokens in one batch of several runs.
 _TOKENS = 1024
@@ -61,7 +61,7 @@ _BYTES = 2**29
 def edge_attribution(
     model: nn.Module,
     pairs: "Pairs | Texts",
-    method: str = "eap",
+    method: EdgeMethod = "eap",
     over: Literal["pos", "span"] | None = None,
     *,
     steps: PathSteps = "auto",
@@ -154,7 +154,7 @@ def edge_attribution(
     >>> edge_patching(model, pairs, ["m0->m1"]).top(1)  # the exact effect
     edge m0->m1  -13.83
     """
-    require_choice("method", method, METHODS)
+    require_choice("method", method, get_args(EdgeMethod))
     if method == "eap" and steps != "auto":
         raise ValueError(f"steps must be left out for method 'eap', which has none; got {steps!r}")
     require_no_direction(source, direction, "noising")

@@ -17,7 +17,7 @@ in its error (complete shrinkage), or other features may write it there (latent 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -29,7 +29,9 @@ from interp.json_form import Table, form
 from interp.kinds import require_made
 from interp.plots import objects
 
-TARGETS = ("error", "reconstruction")
+Target = Literal["error", "reconstruction"]
+
+TARGETS: tuple[Target, ...] = ("error", "reconstruction")
 ORDERS = ("norm", *TARGETS)
 LEAST_NORM = 0.9
 MOST_ERROR = 0.2
@@ -75,7 +77,7 @@ class LatentScaling(plots.Shown):
     density: Float[Tensor, " feature"]
     n_tokens: int
 
-    def nu(self, target: str) -> Float[Tensor, " feature"]:
+    def nu(self, target: Target) -> Float[Tensor, " feature"]:
         """Return beta of the other model divided by beta of the model.
 
         Args:
@@ -106,7 +108,7 @@ class LatentScaling(plots.Shown):
         )
         return (self.relative_norm > norm) & is_small
 
-    def top(self, k: int = 10, by: str = "norm") -> list[tuple[int, float]]:
+    def top(self, k: int = 10, by: Literal["norm"] | Target = "norm") -> list[tuple[int, float]]:
         """Return the features that belong most to the model, with their numbers.
 
         Args:

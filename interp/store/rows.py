@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 import torch
 from jaxtyping import Bool, Int, Shaped
@@ -78,7 +78,7 @@ class HarvestConfig:
     pack: bool = False
     pos: "Index | None" = None
     without: Sequence[int] = ()
-    pool: str | None = None
+    pool: Literal["mean", "max"] | None = None
     column: str | None = None
     batch: int = 16
     per_file: int = 64
