@@ -11,7 +11,7 @@ import re
 import uuid
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -43,6 +43,10 @@ _OF_FILES = {
 
 # The prefix of the names of gaps between tensors. No name of a module starts with a dot.
 _PAD = ".pad."
+
+# The longest entry of a tensor with at most 64 axes; see `_entry`. The product of its sizes is
+# below 2**63, so several sizes together do not have more digits than one size of 2**63.
+_LONGEST = {"dtype": "F8_E4M3FNUZ", "shape": [2**63] + [1] * 63, "data_offsets": [2**63, 2**63]}
 
 
 def nbytes(tensors: Collection[Tensor]) -> int:
@@ -180,44 +184,46 @@ def write(
         TypeError, OSError: see `save`.
     """
     text = strict_json.dumps(strict_json.encoded(facts))
-
-    def header(entries: Mapping[str, Any], sums: Mapping[str, int]) -> bytes:
-        metadata = {"kind": kind, "facts": text, CHECKSUMS: _summed(sums, text)}
-        return strict_json.dumps({"__metadata__": metadata, **entries}).encode()
-
-    def put(at: int, content: bytes | memoryview) -> None:
-        try:
-            file.seek(at)
-            file.write(content)
-            file.flush()
-        # The message of Python, such as "No space left on device", does not name the file.
-        except OSError as error:
-            raise OSError(f"{path} could not be written: {error}") from None
-
-    expected = [*tensors, *names]
-    gaps = [f"{_PAD}{2**63}{name}" for name in expected]
-    longest = header(dict.fromkeys(expected + gaps, _LONGEST), dict.fromkeys(expected, 2**32))
-    begin = 8 + -(-len(longest) // 8) * 8
-    entries: dict[str, Any] = {}
-    sums: dict[str, int] = {}
-    end = 0
+    n_header = _size_of_header([*tensors, *names], kind, text)
+    content = _Content(file, path, begin=8 + n_header)
     widest_first = sorted(tensors.items(), key=lambda pair: -pair[1].element_size())
     for name, value in itertools.chain(later, widest_first):
-        if gap := -end % value.element_size():
-            put(begin + end, bytes(gap))
-            entries[f"{_PAD}{end}"] = _entry("U8", [gap], begin=end, end=end + gap)
-            end += gap
-        # This copies the tensor at most once.
+        # This copies the tensor at most once. If it was copied, the original is released here.
         value = value.detach().cpu().contiguous()
-        put(begin + end, bytes_of(value))
-        dtype, shape = _form(name, value)
-        entries[name] = _entry(dtype, shape, begin=end, end=end + value.nbytes)
-        end += value.nbytes
-        sums[name] = checksum(name, value)
+        content.add(name, value)
+        # Without this line, the tensor would exist until `later` has computed the next one.
         del value
-    if len(content := header(entries, sums)) > begin - 8:
-        raise ValueError(f"a header must fit into {begin - 8} bytes; got {len(content)}")
-    put(0, (begin - 8).to_bytes(8, "little") + content.ljust(begin - 8))
+    header = _header(content.entries, content.sums, kind, text)
+    if len(header) > n_header:
+        raise ValueError(f"a header must fit into {n_header} bytes; got {len(header)}")
+    content.put(0, n_header.to_bytes(8, "little") + header.ljust(n_header))
+
+
+def _size_of_header(names: Sequence[str], kind: str, text: str) -> int:
+    """Return the largest possible size of a header in bytes, rounded up to a multiple of 8.
+
+    Args:
+        names: the names of the tensors.
+        kind: the kind of file.
+        text: the facts as JSON.
+    """
+    gaps = [f"{_PAD}{2**63}{name}" for name in names]
+    entries = dict.fromkeys([*names, *gaps], _LONGEST)
+    longest = _header(entries, dict.fromkeys(names, 2**32), kind, text)
+    return -(-len(longest) // 8) * 8
+
+
+def _header(entries: Mapping[str, Any], sums: Mapping[str, int], kind: str, text: str) -> bytes:
+    """Return the header of a file.
+
+    Args:
+        entries: the entries of tensors and gaps; see `_entry`.
+        sums: the checksum of each tensor.
+        kind: the kind of file.
+        text: the facts as JSON.
+    """
+    metadata = {"kind": kind, "facts": text, CHECKSUMS: _summed(sums, text)}
+    return strict_json.dumps({"__metadata__": metadata, **entries}).encode()
 
 
 def _entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
@@ -225,9 +231,51 @@ def _entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-# The longest entry of a tensor with at most 64 axes. The product of its sizes is below 2**63, so
-# several sizes together do not have more digits than one size of 2**63.
-_LONGEST = _entry("F8_E4M3FNUZ", [2**63] + [1] * 63, begin=2**63, end=2**63)
+class _Content:
+    """The tensors in an open file, which are written one after another behind the header.
+
+    Args:
+        file: the open file.
+        path: its path, for the errors.
+        begin: the place of the first tensor, counted in bytes from the start of the file.
+
+    Attributes:
+        entries: the entries of the tensors and of the gaps so far.
+        sums: the checksum of each tensor so far.
+        end: the end of the last tensor, counted in bytes from `begin`.
+    """
+
+    def __init__(self, file: IO[bytes], path: str | os.PathLike[str], begin: int) -> None:
+        self._file = file
+        self._path = path
+        self._begin = begin
+        self.entries: dict[str, Any] = {}
+        self.sums: dict[str, int] = {}
+        self.end = 0
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Write a tensor, after a gap if its numbers would not be aligned."""
+        if n_gap := -self.end % value.element_size():
+            self._append(f"{_PAD}{self.end}", "U8", [n_gap], bytes(n_gap))
+        self._append(name, *_form(name, value), bytes_of(value))
+        self.sums[name] = checksum(name, value)
+
+    def _append(self, name: str, dtype: str, shape: list[int], content: bytes | memoryview) -> None:
+        """Write the bytes of a tensor or of a gap after all other bytes, and add their entry."""
+        end = self.end + len(content)
+        self.put(self._begin + self.end, content)
+        self.entries[name] = _entry(dtype, shape, begin=self.end, end=end)
+        self.end = end
+
+    def put(self, at: int, content: bytes | memoryview) -> None:
+        """Write bytes at a place, counted from the start of the file."""
+        try:
+            self._file.seek(at)
+            self._file.write(content)
+            self._file.flush()
+        # The message of Python, such as "No space left on device", does not name the file.
+        except OSError as error:
+            raise OSError(f"{self._path} could not be written: {error}") from None
 
 
 def _form(name: str, value: Tensor) -> tuple[str, list[int]]:

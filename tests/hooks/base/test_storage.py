@@ -145,13 +145,15 @@ def test_two_numbers_in_one_byte_have_the_shape_that_safetensors_gives_them(path
             assert torch.equal(opened.get_tensor("x").view(torch.uint8), values.view(torch.uint8))
 
 
-def test_each_tensor_is_let_go_before_the_next_is_made(path):
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_each_tensor_is_let_go_before_the_next_is_made(path, is_copied):
     before = []
 
     def later():
         for size in (3, 5, 7, 11):
             assert all(reference.expired() for reference in before)
-            value = torch.full((size, 2), float(size)).T
+            value = torch.full((size, 2), float(size))
+            value = value.T if is_copied else value.view(2, size)
             before.append(StorageWeakRef(value.untyped_storage()))
             made = [(str(size), value)]
             del value
