@@ -315,7 +315,8 @@ def _require_two_arguments(hook: Hook, selector: object) -> None:
     Raises:
         TypeError: if it does not; the error names the selector.
     """
-    # Other callables are our own edits, which are many and have the right form.
+    # Other callables are edits of this project. They have the right form, and there can be many, so
+    # they are not checked.
     if not inspect.isfunction(hook):
         return
     example = "for example: lambda activation, point: activation * 0"

@@ -78,7 +78,7 @@ def _matching(
     """Return the names that one part of a selector matches.
 
     Raises:
-        UnknownNameError: if it matches nothing; see `resolve`.
+        UnknownNameError: if this part matches no name. The error contains close matches.
     """
     if isinstance(part, Mode):
         matching = _of_mode(part, points)

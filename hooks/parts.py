@@ -8,8 +8,8 @@
    `blocks.1.resid_post` adds the point `blocks.1.resid_post.features`.
 4. The end of the `with` removes the hooks and points.
 
-A part is not an edit. A part acts in every run, also when a block runs again. A part acts before
-all hooks at the same point. The weights of a part are not in the model's state dict.
+A part is not an edit. A part acts in every run, and also when a lazy cache runs a block again. It
+acts before all hooks at the same point. The weights of a part are not in the model's state dict.
 """
 
 import threading

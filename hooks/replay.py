@@ -12,8 +12,8 @@ Lazy caches (`hooks.lazy`) compute their values this way.
    these modules. So reading attention patterns runs no output projection and no MLP.
 4. If the weights or a sample differ, the block has changed, and the read raises an error
    (`require_reproduced`). Samples of several blocks are compared together.
-5. A value that was read alone stays in memory until `LazyValues.drop`. Values that are read
-   together do not.
+5. A single value that was read stays in memory until `LazyValues.drop`. If several values are
+   requested together, they do not stay in memory.
 
 Storing inputs and recomputing the rest is the idea of activation checkpointing (Chen et al. 2016).
 """
@@ -51,8 +51,8 @@ def replay(
 ) -> Any:
     """Run one block again on the given arguments and return its output.
 
-    Open hook contexts do not act. Hooks that the user registered on the block act. Gradient mode
-    and autocast stay as the caller set them.
+    Open hook contexts do not act. Hooks that the user registered on the block act. The gradient
+    mode and the autocast of the caller apply.
 
     Args:
         block: the module to run.
@@ -261,7 +261,7 @@ class BlockCall:
     def _sample_end(self, module: nn.Module, output: Any) -> None:
         """Store a sample of the output of a module after which a second run may end.
 
-        A module that runs twice, or whose output has no tensor, gets an empty sample.
+        The sample is empty if the module runs twice, or if its output contains no tensor.
         """
         is_second = module in self._samples
         self._samples[module] = [] if is_second else _first_sampled(unwatched(output))

@@ -1,6 +1,6 @@
 """HookedRunner: runs a model, caches the requested values, and applies edits.
 
-A cached run takes these steps:
+A cached run has these steps:
 
 1. `_request` resolves a selector to points.
 2. `_run_eagerly`, `_run_lazily` or `_run_joined` makes a recorder, and lists the hooks that the run
@@ -635,7 +635,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         """Return the cache of a run whose recorder has finished.
 
         Raises:
-            NeverFiredError: if every chosen point was skipped.
+            NeverFiredError: if none of the chosen points has a value.
         """
         if recorder.skipped and not recorder.axes:
             raise NeverFiredError(

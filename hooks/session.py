@@ -135,8 +135,8 @@ class Session(InContext):
         Args:
             module: the module.
             hook: the function to call.
-            again: the function to call instead when a block runs again; None if the hook changes no
-                values.
+            again: the function to call in place of `hook` when a lazy cache runs a block again.
+                None if the hook does not change values.
             first: whether to call the hook before all other hooks.
             applies: the `EditedPoint` that the hook applies, for `acting_edits`; None for a hook
                 that does something else.

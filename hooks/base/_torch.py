@@ -1,6 +1,6 @@
 """The private parts of PyTorch that this project uses, each with its reason.
 
-Only this module uses them.
+No other module of the project uses private parts of PyTorch.
 """
 
 import contextlib
@@ -353,7 +353,8 @@ def is_fully_sharded(module: nn.Module) -> bool:
 def has_shards(module: nn.Module) -> bool:
     """Return whether PyTorch's FSDP shards `module` or a module inside it."""
     distributed = torch.distributed
-    # FSDP needs a process group, and most programs have none. They need no loop over modules.
+    # FSDP needs a process group. Most programs have no process group, so the loop over modules is
+    # not needed.
     if not (distributed.is_available() and distributed.is_initialized()):
         return False
     return any(map(is_fully_sharded, module.modules()))
@@ -433,7 +434,7 @@ def traced_as_constant(function: Callable[..., R]) -> Callable[..., R]:
     """Make torch.compile call `function` during tracing and treat the result as a constant.
 
     `torch.compiler.assume_constant_result` sets the same mark, but it also imports the compiler.
-    This import takes longer than all other imports here.
+    The compiler takes longer to import than everything else that this package imports.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

@@ -65,7 +65,7 @@ class Draws:
     def warn(self, what: str) -> bool:
         """Warn if random numbers were drawn since this object was made.
 
-        Return whether any were drawn.
+        Return True if random numbers were drawn.
 
         Args:
             what: the part of the model that may have drawn them, for the warning.

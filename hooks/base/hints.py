@@ -5,8 +5,8 @@ with a value `HINTS`.
 
 1. An error about an unknown point, attribute or keyword looks up hints (`unknown_point`,
    `attribute_hint`, `argument_hint`).
-2. Only then are the modules `hints` imported, for each package that the program has imported
-   (`_imported`).
+2. The modules named `hints` are imported at this moment, and not earlier. This concerns every
+   package that the program has imported (`_imported`).
 """
 
 import difflib

@@ -76,7 +76,12 @@ class TextMasks:
 
     @classmethod
     def read(cls, named: Mapping[str, Tensor], numbers: Mapping[str, int]) -> "TextMasks":
-        """Return the masks from a file with the names of `tensors`."""
+        """Return the masks that a file contains.
+
+        Args:
+            named: the masks by name. The method `tensors` made the names.
+            numbers: the number of the batch of texts to which each value belongs.
+        """
         batches: list[dict[str, Tensor]] = []
         for name, mask in named.items():
             axis, _, number = name.partition(".")

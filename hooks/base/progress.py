@@ -370,7 +370,7 @@ def _format(count: Count) -> str | None:
     """Return the format of a bar, or None for the default format of `tqdm`."""
     if not count.unit:
         return "{desc}: {elapsed}"
-    # A total that is a float measures work. Such a count has many digits and is not shown.
+    # A float as a total measures work. The number has many digits, so it is not shown.
     if isinstance(count.total, float):
         return "{l_bar}{bar}| [{elapsed}<{remaining}]"
     return None
