@@ -394,8 +394,8 @@ class ChosenOutputs(Computed):
         x = args[0]
         chosen, weights = sorted(args[1:], key=torch.is_floating_point)
         size = x.shape[-1]
-        # The module returns only the weighted sum of the experts of a vector. So call it with each
-        # vector once for each of its experts, alone and with the weight 1.
+        # The module returns only the weighted sum over the experts of a vector. To get the output
+        # of a single expert, pass the vector with this expert alone, and with the weight 1.
         rows = x.reshape(-1, size).repeat_interleave(chosen.shape[-1], 0)
         choices = [chosen.reshape(-1, 1), torch.ones_like(weights).reshape(-1, 1)]
         outputs = module.forward(rows, *(choices if args[1] is chosen else choices[::-1]))
@@ -407,8 +407,8 @@ class ChosenOutputs(Computed):
         before, after = (
             (part * weights).sum(-2).view_as(output) for part in (outputs.detach(), new)
         )
-        # Detach the old sum. Otherwise the gradient would flow through it and through the point,
-        # and be counted twice.
+        # Detach the old sum. Otherwise, the gradient would flow both through the sum and through
+        # the point, so it would be counted twice.
         change = (after - before.detach()) / self.factor
         return (output.detach() if new.requires_grad else output) + change
 

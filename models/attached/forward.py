@@ -215,8 +215,8 @@ class StackForward(Replaced):
         if self.virtual and start is not None:
             start = start - self.virtual
             real = None if real is None else real[:, self.virtual :]
-        # A first piece has no cache among its arguments. With `use_cache`, the model may create it
-        # in this run.
+        # The arguments of the first piece contain no cache. With `use_cache`, the model may create
+        # a cache in this run.
         began = None
         if start is None and (generation := _generation.get()) is not None:
             start = 0

@@ -151,7 +151,7 @@ class Candidates:
         whole: the calls among `inside` that see every position. The modules of a list are left out
             if they do not run one after the other, because they may be experts.
         attending: the calls in `whole` that compute attention; empty if the user names attention.
-        attention: the module that computes attention; None unless there is exactly one.
+        attention: the module that computes attention; None if there is no such module, or several.
         traced: the modules that compute attention in their own code, not by an attention function
             of `transformers`.
         mixers: the calls of attention, from which its term is found: the call that the user names,

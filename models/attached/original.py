@@ -266,7 +266,7 @@ def examples_of(model: nn.Module, example: Any) -> list[ExampleArguments]:
         return [from_user]
     try:
         default.logits(model)
-    # The model needs images besides tokens.
+    # A model that also needs images cannot run on tokens alone.
     except ValueError:
         return [from_user]
     return [default, from_user]

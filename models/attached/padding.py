@@ -265,8 +265,8 @@ class PaddedPositions:
         attached = self._attached
         model = attached.model
         if has_shards(model):
-            # The run needs all processes. A process without padding would not take part in it, and
-            # the others would wait.
+            # All processes must run the model together. A process whose texts have no padding would
+            # not start this run, and the other processes would wait for it.
             return False
         if table_of(model) is None:
             # The model reads no tokens.

@@ -414,7 +414,7 @@ class Embeddings(NamedTuple):
 
     Attributes:
         tokens: the term of the embedding of tokens.
-        positions: the module that returns position vectors; None without these vectors.
+        positions: the module that returns position vectors; None if there is no such module.
         is_inside: whether the embedding of tokens runs inside the module that runs the blocks.
     """
 

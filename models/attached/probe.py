@@ -267,7 +267,9 @@ class Watching(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Return the function's result."""
+        """Call a function of PyTorch, record it if it computes a part of attention, and return its
+        result.
+        """
         if kind := attention_part(func, args, kwargs):
             self.parts.append(kind)
             self.functions.append(func.__name__)

@@ -499,11 +499,12 @@ class ViewSublayer(ViewModules):
 
 
 class ViewRest(nn.Module):
-    """What a block adds to the stream after its first term, if its other terms are not known.
+    """The rest: everything that a block adds to the stream, except its first term.
 
-    The block runs on the stream after the first term, with zeros instead of this term. The rest is
-    the stream that leaves the block minus the stream that entered, times the number by which the
-    block multiplies it. Without a first term, the rest is all that the block adds.
+    It is used if the other terms of the block are not known. The block runs on the stream after the
+    first term, with zeros in place of this term. The rest is the stream that leaves the block,
+    minus the stream that entered times the number by which the block multiplies the stream. If no
+    first term is known either, the rest is the sum of all that the block adds.
 
     Args:
         recorded: the block.

@@ -173,8 +173,8 @@ def _load_weights(
     """Load a file of TransformerLens' weights, with the config in the file or in its folder.
 
     Raises:
-        ValueError: if the weights are not in the form of TransformerLens. A file of another form
-            does not say which model has these weights.
+        ValueError: if the weights are not in the form of TransformerLens. In a file of another
+            form, nothing shows the architecture of the model.
     """
     with storage.one_error(file):
         content = load_file(file) if kind == "safetensors" else storage.read_saved(file)

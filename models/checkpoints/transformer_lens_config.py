@@ -98,7 +98,7 @@ def _implied(weights: Mapping[str, Tensor]) -> dict[str, Any]:
     elif mask is not None:
         fields["n_ctx"] = len(mask)
     if sines is not None:
-        # The buffer contains each sine twice: in its two halves, or in adjacent columns.
+        # Every sine occurs twice in the buffer: in both halves, or in two adjacent columns.
         halves = sines[:, : sines.shape[1] // 2]
         adjacent = not torch.equal(halves, sines[:, sines.shape[1] // 2 :])
         fields |= {"positional_embedding_type": "rotary", "rotary_dim": sines.shape[1]}

@@ -144,10 +144,10 @@ def in_pieces(blocks: Iterable[nn.Module], n_positions: int, divide: Divide) -> 
 
 
 def divided_call(block: nn.Module, call: Arguments, most: int) -> Iterator[Arguments] | None:
-    """Return the calls of a block of a plain transformer for one piece each; see `Divide`.
+    """Divide a call of a block along its positions: yield the arguments of one call for each piece.
 
-    The result is None if the block got no `Context`, if one piece would have all positions, or if a
-    query sees later keys.
+    The blocks are the blocks of a plain transformer. The result is None if the block got no
+    `Context`, if a single piece would contain all positions, or if a query sees later keys.
 
     Args:
         block: the block.

@@ -59,7 +59,8 @@ class Run:
         ]
         self.optimizer = _optimizer(self._parameters, config)
         self._failed = torch.zeros((), device=self.device)
-        # The first generator draws batches. The others are PyTorch's own generators, for dropout.
+        # The first generator draws batches. The others are the global generators of PyTorch, from
+        # which dropout draws.
         self.generators = [torch.Generator(), torch.default_generator]
         if self.device.type == "cuda":
             torch.cuda.init()

@@ -24,7 +24,7 @@ FIXED: Mapping[str, Any] = _DATA["only"]
 _FAMILIES: Mapping[str, Mapping[str, Any]] = _DATA["families"]
 # The tables of a family that add to the tables of the family that it is like.
 _TABLES = ("fields", "values", "rows", "only")
-# The names that Hugging Face gives to layers without and with a window.
+# The names in configs of Hugging Face for layers without a window, and for layers with a window.
 FULL, SLIDING = KINDS = ("full_attention", "sliding_attention")
 
 
@@ -287,8 +287,8 @@ def rotary_by_kind(
     Args:
         attributes: the attributes.
         n_ctx: `max_position_embeddings`.
-        thetas: the rotary bases of layers without and with a window, if the file does not give
-            them.
+        thetas: the rotary bases that apply if the file contains none: first of layers without a
+            window, then of layers with a window.
         spelled: the names of the attributes with these bases in older files.
 
     Raises:
