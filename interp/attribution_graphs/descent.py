@@ -128,8 +128,8 @@ class Descent:
         cells: for each layer, `gradient · (score - mean)` of each attention score. The gradient is
             the derivative of the target with respect to the score. The mean is the mean score of
             the query over all keys, weighted by the pattern.
-        moved: twice the sum of `gradient · score` over all attention scores, or 0 without
-            `attention`.
+        moved: the sum of `gradient · score` over all attention scores, times 2. It is 0 if
+            `attention` is False.
     """
 
     rows: Float[Tensor, "row source"]

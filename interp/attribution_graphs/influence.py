@@ -123,8 +123,8 @@ def pruned(
 ) -> tuple[Bool[Tensor, " source"], Bool[Tensor, "row source"]]:
     """Return masks of the sources and edges that carry most influence.
 
-    A source is removed if no remaining edge starts at it, or if it has a row and no remaining edge
-    ends at it.
+    A source is removed if none of the remaining edges begins at this source. A source with a row is
+    also removed if none of the remaining edges ends at it.
 
     Args:
         rows: the effects, one row for each explained node.

@@ -318,7 +318,7 @@ def targets_of_contrast(run: FrozenRun, answers: AnswersOfTargets) -> ChosenTarg
     logits = run.logits_before_cap[pos:]
     log_probs = logits.log_softmax(-1)
     # Tangents of log p of the tokens that the run reads after `pos`; the sign of the second answer
-    # is -1. Both tangents at `pos` itself cancel.
+    # is -1. At `pos` itself, the tangents of the two answers cancel.
     signs = logits.new_tensor([1.0 if row == 0 else -1.0 for row in run.branches.rows[pos:]])
     signs[0] = 0
     chances = log_probs.exp()

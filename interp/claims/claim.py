@@ -129,8 +129,8 @@ class Claim(plots.Shown):
             says: the statement in words, such as `these edges copy the digit`.
             test: other pairs, which a file of the claim contains for its tests. Default: none; then
                 pass fresh pairs to `verify`.
-            faithful: the promised share of the behaviour that the circuit keeps, from 0 to 1. It is
-                at least this share, and exceeds 1 by no more than it may fall below 1.
+            faithful: the promised share of the behaviour that the circuit keeps, from 0 to 1. With
+                0.8, for example, the share must be between 0.8 and 1.2.
             complete: the promised share of the behaviour that the model loses without the circuit.
             robust: the promised share under another ablation, with exchanged texts and on a
                 paraphrase.

@@ -250,7 +250,7 @@ class _Replaced:
         return self._sign * values
 
     def _edits(self, point: str, kind: str) -> list[Edit]:
-        """Return the edits of a kind: one, or one for each seed for `resample`."""
+        """Return the edits that write values of a kind; for `resample`, an edit for each seed."""
         if kind == "zero":
             return [edits.zero()]
         other = self.values(point, "other")

@@ -101,7 +101,7 @@ class SourceColumns:
     real: Rows | None
 
     def rows(self, n_rows: int) -> Rows:
-        """Return the columns for each of `n_rows` texts. A single list stands for all texts."""
+        """Return the columns for each of `n_rows` texts; one list if all texts have the same."""
         return self.selected.rows(self.n_columns, "source_pos", batch=n_rows, real=self.real)
 
 
@@ -116,7 +116,7 @@ class SourceValue:
         columns: the positions of the source that are copied to the selected positions; None if each
             position gets the value of the source at the same position.
         whole: the axes along which the edit needs all entries of the value, for example to compute
-            a mean. Along these axes, the value may have another size than the activation.
+            a mean. The value and the activation may have different sizes along these axes.
         fixed: the axes along which the value must have the size of the text, so that the value of a
             text with one token is not repeated along a longer text.
         what: the name of the source in errors.

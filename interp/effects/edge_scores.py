@@ -43,8 +43,8 @@ _ENOUGH = 60
 # The memory for the scale of one norm and its gradient, in streams.
 _STREAMS_OF_NORM = 5
 
-# The memory of texts that are computed together on the CPU. Larger texts take as long together as
-# one after another, because their values do not fit into the caches.
+# The memory of texts that are computed together on the CPU. If texts need more memory, a joint
+# computation saves no time, because their values do not fit into the caches of the processor.
 _CPU_BYTES = 2**24
 
 

@@ -513,7 +513,7 @@ def _tokens_moved(
     features: Sequence[int],
     k: int,
 ) -> list[tuple[Scored, Scored]]:
-    """Return the tokens that each feature raises most, and the tokens that it lowers most.
+    """Return the tokens whose logits each feature raises most and lowers most.
 
     Both lists are empty if the feature does not write to the residual stream, or if the model has
     no unembedding.

@@ -250,7 +250,8 @@ class Dictionary(plots.Shown, nn.Module):
         """
         if not isinstance(self.activation, TopK):
             return self.decode(self.encode(x), x)
-        # Few features are active, so add up their decoder rows without a tensor of all features.
+        # Only a few features are active. It is faster to add up their decoder rows than to create a
+        # tensor of all features.
         values, numbers = self.activation.top(self.pre_activations(x))
         sums = embedding_bag(
             numbers.flatten(0, -2),

@@ -10,9 +10,10 @@ Features in Large Language Models", arXiv 2410.13928).
    where the feature is active, and asks whether the marks fit. In random contexts, fuzzing marks
    random tokens; in near contexts, it marks the tokens of the similar feature (`_questions`).
 4. The score is the balanced accuracy: the mean of the share of active contexts that the judge
-   accepts, and the share of other contexts that it rejects. A judge that knows nothing has 0.5.
+   accepts, and the share of other contexts that it rejects. A judge that guesses has a score of
+   0.5.
 5. Ask the same questions with the explanation of another feature, and with no explanation. An
-   explanation says something about its feature only if its score is above both.
+   explanation is informative only if its score is higher than both of these scores.
 """
 
 import itertools

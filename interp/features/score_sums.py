@@ -156,7 +156,7 @@ class PointSums:
 
 
 def _added(first: Float64[Tensor, "..."], second: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
-    """Return the sum of two tensors. If one of them has fewer positions, it has 0 at the others."""
+    """Return the sum of two tensors, after the shorter one is padded with zeros at its end."""
     if first.shape == second.shape:
         return first + second
     shorter, longer = sorted([first, second], key=len)

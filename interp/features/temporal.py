@@ -119,8 +119,8 @@ class TemporalDictionary(Dictionary):
     """A dictionary that predicts a part of each vector from earlier positions, and whose features
     encode the rest.
 
-    It reads whole texts, [batch pos d_in]. Padding changes nothing: each text of a batch has the
-    features that it has alone. In a run of a model, the padding of the texts is known. In other
+    It reads whole texts, [batch pos d_in]. Padding does not affect the result: a text has the same
+    features in a batch as alone. In a run of a model, the padding of the texts is known. In other
     calls, give the mask: `dictionary.encode(x, mask)`.
 
     Args:
@@ -173,7 +173,9 @@ class TemporalDictionary(Dictionary):
         self.eps = eps
 
     def pre_activations(self, x: RowsOfValues) -> FeatureValues:
-        """Return the pre-activations of the features, the encoded rests.
+        """Return the pre-activations of the features.
+
+        The rest of a vector is the vector minus its prediction. Features encode the rest.
 
         Raises:
             ValueError: if `x` is no tensor [batch, pos, d_in], its mask has another shape, or the
@@ -254,8 +256,8 @@ class TemporalDictionary(Dictionary):
             rest = rest - self.b_dec
         if real is None:
             return self._predicted(rest)
-        # Move the real tokens of each text to its start. The layers are causal, so padding
-        # after these tokens changes nothing.
+        # Move the real tokens of each text to its start. The layers are causal, so the padding
+        # that follows has no effect on these tokens.
         order = (~real).to(torch.uint8).argsort(dim=1, stable=True)
         rest, prediction = self._predicted(_moved(rest.where(real[..., None], 0.0), order))
         back = order.argsort(dim=1)

@@ -173,7 +173,8 @@ class TranscoderSet(Transcoders, Mapping[str, Dictionary]):
     def __len__(self) -> int:
         return len(self._point_of)
 
-    # A module is equal to itself only, and can be a key. A mapping would be neither.
+    # Modules are compared by identity, and have a hash. Without these methods, `Mapping` would
+    # compare the contents, and the set would have no hash.
     def __eq__(self, other: object) -> bool:
         return self is other
 

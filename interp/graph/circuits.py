@@ -57,14 +57,17 @@ def top(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
     connected.
 
     Args:
-        graph, scores, signed: see `above`.
+        graph: the graph of the model.
+        scores: effects [edge, example] of all edges, such as a result of `edge_attribution`.
+        signed: whether to keep only edges that help, as in the function `above`. Default: keep
+            edges with large effects of either sign.
         n: the number of edges to select.
 
     Returns:
         The circuit, pruned, of at most `n` edges.
 
     Raises:
-        ValueError: if the graph has fewer than `n` edges, or for the reasons of `above`.
+        ValueError: if the graph has fewer than `n` edges, or as in the function `above`.
 
     >>> from interp import Pairs, edge_attribution
     >>> from models import load
@@ -110,7 +113,7 @@ def greedy(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circui
         A circuit with the scores of the edges, in the metric's unit.
 
     Raises:
-        ValueError: if the graph has fewer than `n` edges, or for the reasons of `above`.
+        ValueError: if the graph has fewer than `n` edges, or as in the function `above`.
 
     >>> from interp import Pairs, edge_attribution
     >>> from models import load
@@ -175,7 +178,7 @@ def strengths(graph: Graph, scores: Result, signed: bool) -> Float[Tensor, "writ
     The strength is in the unit of the scores, and NaN where there is no edge.
 
     Args:
-        graph, scores, signed: see `above`.
+        graph, scores, signed: the arguments of the function `above`.
 
     Raises:
         ValueError: for the reasons of `above`.
