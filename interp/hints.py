@@ -181,7 +181,7 @@ _SITES = {
 
 
 def _site_hint(name: str, known: Collection[str], what: str) -> UnknownNameError | None:
-    """Return the error for a name of `_SITES`, alone or after a layer; None for other names."""
+    """Return the error for a name whose last part is in `_SITES`; None for any other name."""
     explanation = _SITES.get(name.rpartition(".")[2])
     if explanation is None:
         return None

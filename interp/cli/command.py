@@ -100,7 +100,8 @@ def _require_known_options(
 ) -> None:
     """Check that all options exist.
 
-    `argparse` reports missing options first. It would not say that a misspelt option is unknown.
+    `argparse` itself checks first whether a required option is missing, and then stops. If the user
+    misspelt the option, this message would hide the mistake.
 
     Args:
         arguments: the arguments of the command line.

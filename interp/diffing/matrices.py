@@ -497,10 +497,10 @@ def _require_linear(name: str, layer: Any, added: Float[Tensor, "rows columns"])
 
 
 def _fused(model: nn.Module) -> dict[int, dict[str, Tensor]]:
-    """Return the parts of weights that contain queries, keys and values.
+    """Return views of the queries, keys and values in each weight that contains all three.
 
-    The keys are the memory of the weight and then `q`, `k` and `v`. Blocks of attached models have
-    no views of these parts.
+    The first key is a number for the memory of the weight. The second key is `q`, `k` or `v`.
+    Blocks of attached models have no views of these parts.
     """
     parts: dict[int, dict[str, Tensor]] = {}
     for block in getattr(of(model), "blocks", ()):
@@ -519,7 +519,7 @@ def _parts_of(
 
     Args:
         tuned, base: the weight in both models.
-        fused: the parts of the weights of both models; see `_fused`.
+        fused: views of the queries, keys and values in fused weights (from `_fused`).
     """
     if memory_of(tuned) not in fused or memory_of(base) not in fused:
         return {}

@@ -153,8 +153,9 @@ def directions_of(
 ) -> dict[str, Float[Tensor, " d_model"]]:
     """Return the mean difference and the control directions by name.
 
-    Controls that compare two halves of the texts are left out for a single text. Few texts have few
-    different halves, such as three for four texts, and then there are fewer controls.
+    Some controls compare two halves of the texts. A single text has no such controls. Four texts
+    can be divided into halves in only three ways, so there are at most three controls that exchange
+    the models in one half.
 
     Args:
         means: the sums of the values of each text.

@@ -119,7 +119,7 @@ def sparse_probes(
     seed: int = 0,
     progress: bool = True,
 ) -> SparseProbes:
-    """Return probes of few features that tell two kinds of texts apart, with scores.
+    """Return probes that use only a few features to classify two kinds of texts, with scores.
 
     This needs the extra `probes` (scikit-learn).
 

@@ -151,9 +151,9 @@ def told_apart(hashes: Sequence[str], values: Float[Tensor, "text d"]) -> list[s
     rounding. The new hash is the old hash, a space, and the index of the first text that gets the
     same new hash.
 
-    Comparing all pairs would take too long. Therefore, all columns are scaled to the same spread,
-    texts are sorted along a random line, and each text is compared only with its 8 neighbours on
-    each side.
+    A comparison of all pairs would be too slow. Therefore, all columns are scaled to the same
+    spread, texts are sorted along a random line, and each text is compared only with its 8
+    neighbours on each side.
 
     Args:
         hashes: the old hash of each text.

@@ -144,7 +144,7 @@ def read_examples(model: nn.Module, examples: Pairs | Texts, as_list: bool) -> R
     Args:
         model: the model.
         examples: see `over_examples`.
-        as_list: whether texts stay a list, because the analysis pads batches itself.
+        as_list: whether the texts are returned as a list, for an analysis that pads batches itself.
 
     Raises:
         TypeError, ValueError: if the model cannot read the examples.

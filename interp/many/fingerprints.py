@@ -208,8 +208,9 @@ def _module(module: nn.Module) -> tuple[Any, ...]:
 def _attribute(value: Any) -> Any:
     """Return an attribute of a module in a form that can be pickled.
 
-    Objects such as tokenizers and locks are represented by their class. Functions are represented
-    by their code alone, because they may have captured such objects.
+    Objects such as tokenizers and locks are represented by their class. A function is represented
+    by its code. The values that a function has captured are left out, because they may be such
+    objects.
     """
     if isinstance(value, _HASHED_BY_REPR):
         return value

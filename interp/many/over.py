@@ -66,8 +66,9 @@ def over_examples(
             model and read a cache. Also `evaluate_circuit`, `evaluate_sae`, `max_activating` and
             `interp.store.statistics`. Another process must be able to import the module of the
             function.
-        make_model: a function that returns the model, such as `partial(models.load, "gpt2")`. Each
-            worker process calls it once. A model is possible too; it is copied to each process.
+        make_model: a function that returns the model, such as `partial(models.load, "gpt2")`. It is
+            called once in each worker process. A model is possible too; it is copied to each
+            process.
         examples: the pairs or texts of the analysis.
         args: its other positional arguments, such as the dictionaries of `evaluate_sae`.
         at_once: the number of examples in a part.
@@ -76,7 +77,7 @@ def over_examples(
             `ThreadPoolExecutor(2)` or a client of Dask; or `interp.store.Ray(workers=8)`. A pool
             must start its processes with spawn or forkserver. Before Python 3.14, Linux uses fork
             by default, and PyTorch hangs in forked processes. Threads share one model. Default:
-            None, which runs one part after the other here.
+            None, which runs the parts in this process, one by one.
         out: a folder, or an address of `fsspec`, for finished parts. A later call with the same
             values finds them, for example after the process was killed. The values are the
             examples, the arguments, the model, the code of your own functions and classes, and the

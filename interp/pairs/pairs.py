@@ -287,7 +287,7 @@ class Pairs(plots.Shown, metaclass=HintedClass):
         right answers come first. The metric of a row is the log-probability of its answer, which is
         multiplied by -1 for a wrong answer.
 
-        If each answer is one token, the result is these pairs themselves.
+        If each answer is one token, the method returns the pairs unchanged.
 
         Raises:
             ValueError: if no model has read the pairs yet, or if an argument of the model has a

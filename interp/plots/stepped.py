@@ -31,7 +31,7 @@ def steps(words: Sequence[str], result: Any) -> View:
         `.figure` is the plot of the effects.
 
     Raises:
-        ValueError: if the result does not have these axes, or has other steps.
+        ValueError: if the result has other axes, or other steps than the text.
 
     >>> from interp import Steps, suppressed
     >>> from models import load

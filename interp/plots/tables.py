@@ -140,7 +140,7 @@ def image(
             f"values must fill grid=(rows, columns), {rows} by {columns}; got {len(values)} "
             "numbers (leave out the number of a class token)"
         )
-    # A browser scales the image; more pixels would only make the page larger.
+    # The browser scales the image to the page, so more pixels would only make the file larger.
     size = min(_MOST_PIXELS, pixels.shape[1]), min(_MOST_PIXELS, pixels.shape[2])
     grey = pixels.detach().cpu().float().mean(0, keepdim=True)
     shown = adaptive_avg_pool2d(grey, size).expand(3, *size)

@@ -234,7 +234,7 @@ def _page(title: str, body: str, parts: Sequence[Mapping[str, Any]], exact: bool
 
 
 def _joined(part: Mapping[str, Any]) -> str:
-    """Return the note of a part, and the note about numbers of 8 bits."""
+    """Return the note of a part, followed by the note that its numbers have only 8 bits."""
     return " ".join(filter(None, [part.get("note"), _EIGHT_BITS]))
 
 

@@ -33,8 +33,8 @@ class JacobianLens(AffineLens):
         squares: the mean of the squared Frobenius norms of the Jacobians of single texts.
         n_different: the effective number of texts, if some texts are copies. It is n² / Σ m² for n
             texts, with a term m² for each different text that occurs m times (Kish 1965, "Survey
-            Sampling"). A mean over so many different texts has the same standard error. None if all
-            texts are different.
+            Sampling"). A mean over this number of different texts would have the same standard
+            error. None if all texts are different.
         about: other facts, such as the name of the model, from a file of another library.
 
     >>> JacobianLens(torch.eye(2)[None], torch.zeros(1, 2), "", 1, torch.tensor([2.0]))

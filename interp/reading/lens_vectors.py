@@ -145,7 +145,7 @@ def pursue(
     unembedding: Float[Tensor, "d_model vocab"],
     k: int,
 ) -> Pursuit:
-    """Return the sparse decomposition of each vector; see the top of the file.
+    """Return each vector as a sum of at most `k` lens vectors and a rest.
 
     Args:
         vectors: the vectors, of the dtype and on the device of the other tensors.

@@ -50,8 +50,8 @@ class TunedLens(AffineLens):
     Attributes:
         weight, bias, config_hash: see `AffineLens`.
         losses: the mean KL(final ‖ lens) of each step of the fit, in nats.
-        rows: the number of positions that the steps read. If a text was read twice, its positions
-            count twice.
+        rows: the number of positions that the steps read. The positions of a text that was read
+            twice are counted twice.
 
     >>> losses = torch.tensor([[2.0], [1.5]])
     >>> lens = TunedLens(torch.eye(2)[None], torch.zeros(1, 2), "", losses, rows=600)

@@ -695,7 +695,7 @@ class Result(plots.Shown):
 
         Raises:
             UnknownNameError: if the axis does not exist.
-            ValueError: if there are not one or two axes besides `example` and the facet.
+            ValueError: if the result does not have one or two axes besides `example` and the facet.
         """
         from interp.plots.matplotlib_figures import effects
 

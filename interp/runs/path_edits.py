@@ -174,10 +174,10 @@ class PathEdits:
         return value if moved is None else value + to_device(moved, value.device)
 
     def through(self, sender: int, receivers: set[int], recomputed: bool) -> Carried:
-        """Return the change that a sender makes at its receivers, along paths through no head.
+        """Return how a sender changes the inputs of its receivers, along paths without heads.
 
-        Between the sender and a receiver, a path may pass MLPs, if `recomputed` is True. All other
-        sublayers keep their outputs. The result contains an edit for each point of a receiver. If
+        If `recomputed` is True, a path may lead through MLPs. All other sublayers keep their
+        outputs. The result contains an edit for each point of a receiver. If
         the receiver is the logits, the result is the new stream before them.
 
         Args:

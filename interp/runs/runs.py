@@ -137,7 +137,7 @@ class Runs:
 
     @property
     def other_prompts(self) -> Text:
-        """The source texts without answers of several tokens; for errors see `other`."""
+        """The source texts, without the tokens of answers that have several tokens."""
         if self.source_model is not None:
             return self.pairs.text
         return self.pairs.texts(self.direction or "noising")[1]
@@ -264,7 +264,7 @@ class Runs:
     ) -> Bool[Tensor, "..."] | None:
         """Return False where a position is padding in the prompt of an example.
 
-        The axes are the axes of a result. An axis without positions has the size 1.
+        The mask has the axes of the result. Axes that are not axes of positions have the size 1.
 
         Args:
             labels: the labels of each axis. For an axis of positions, the labels are the positions.

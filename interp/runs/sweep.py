@@ -139,8 +139,8 @@ def _measured(
     size, n_pos = batch.tokens.shape[:2]
     jobs = [EditedRun(index, runner.edits(hooks)) for index, hooks in enumerate(edits)]
     for job in jobs:
-        # The pixels of an image or the samples of a sound are not the positions of activations. So
-        # these runs begin at position 0.
+        # The pixels of an image or the samples of a sound are not positions of activations.
+        # Therefore, runs on images and sounds begin at position 0.
         if batch.tokens.ndim == 2:
             job.pos = min((_first(edited, n_pos) for edited in job.edits), default=0)
     is_alone = runs_alone(model)

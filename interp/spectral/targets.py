@@ -201,7 +201,8 @@ def _of_layer(
 def svd_spectra(targets: SVDTargets, k: int | None = None) -> Mapping[str, SVD]:
     """Return the decompositions of the three targets, under `qkt`, `wvwo` and `avwo`.
 
-    In `qkt`, left singular vectors are over queries, and right singular vectors are over keys. In
+    In `qkt`, left singular vectors have an entry for each query, and right singular vectors have an
+    entry for each key. In
     `wvwo`, left singular vectors are directions that a head reads, and right singular vectors are
     directions that it writes. In `avwo`, left singular vectors are over positions, and right
     singular vectors are directions that a head writes.

@@ -79,8 +79,9 @@ def suppressed(
     is KL(unedited ‖ edited) of the next-token distributions, as the mean over the tokens of the
     later step. The distribution for a token is read at the position before the token.
 
-    A divergence has no sign: it does not say whether the hidden step makes the later step more or
-    less likely. For a chosen answer, `sweep` with `edits.knockout` and `log_prob` shows the sign.
+    A divergence is never negative, so it does not show whether the hidden step makes the later step
+    more likely or less likely. For a chosen answer, `sweep` with `edits.knockout` and `log_prob`
+    shows the sign.
 
     The effect on the next step is too small. The first token of the next step is predicted at the
     last position of the hidden step, which does not change. So its divergence is 0, and the mean
@@ -350,6 +351,7 @@ class _Last:
     last = 1
 
     def __call__(self, logits: Tensor) -> Tensor:
+        """Return one logit of each text at its last position."""
         return logits[:, -1, 0]
 
 

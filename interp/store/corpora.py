@@ -202,7 +202,7 @@ def cut_texts(
         texts: the texts, as `each` yields them.
         first: the number of the first text.
         context: the largest number of tokens in a piece; None means no limit.
-        pack: whether a piece may contain several texts, one after another.
+        pack: whether a piece may contain several consecutive texts.
     """
     rows = []
     for number, text in enumerate(texts, first):

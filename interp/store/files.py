@@ -252,7 +252,7 @@ class Folder:
         return {name: fact.get("store", "") for name, fact in facts.items() if fact is not None}
 
     def remove(self, name: str) -> None:
-        """Remove a file, unless another job has removed it."""
+        """Remove a file. It is no error if another job has removed the file before."""
         with suppress(FileNotFoundError):
             self._system.rm_file(self.path(name))
 

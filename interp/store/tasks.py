@@ -1,4 +1,4 @@
-"""Run tasks one after the other, on an executor with `submit`, or on a Ray cluster.
+"""Run tasks in this process, on an executor with a method `submit`, or on a Ray cluster.
 
 1. A task is one job of a harvest, or one part of the examples of `over_examples`.
 2. In this process, all tasks share one model. Another process keeps its model from task to task,

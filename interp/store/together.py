@@ -3,7 +3,7 @@
 Each run gathers weights from all processes, so all processes must make the same number of runs.
 
 1. Before each run, a process announces the run to the other processes.
-2. A process with no texts left makes dummy runs until no other process announces a run.
+2. A process that has finished its texts makes dummy runs, until no process announces a run.
 3. A process that fails between two runs announces the failure, and the other processes raise an
    error, too. If a process fails inside a run, the other processes wait for its weights until it
    ends, or until the timeout of `init_process_group`.
