@@ -2,10 +2,10 @@
 
 Texts are in `text_forms`, `pieces`, `text`, `selection`, `masks`, `slicing` and `padding_messages`,
 rounding in `closeness` and `widening`, and errors in `errors`, `kinds`, `hints`, `words`,
-`decorators`, `damage`, `saying` and `warning`. Read these files in this order, and then, as needed,
-the files about modules and their values (`_torch`, `accessor`, `arguments`, `calls`, `nested`,
-`paths`, `processes`, `transfer`, `memory`, `scoped`), and about files, random draws and progress
-(`storage`, `strict_json`, `hashes`, `draws`, `progress`).
+`decorators`, `damage`, `saying`, `warning` and `renamed`. Read these files in this order, and then,
+as needed, the files about modules and their values (`_torch`, `accessor`, `arguments`, `calls`,
+`nested`, `paths`, `processes`, `transfer`, `memory`, `scoped`), and about files, random draws and
+progress (`storage`, `strict_json`, `hashes`, `draws`, `progress`).
 """
 
 from hooks.base import padding_messages, storage, strict_json

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks.base.hints import attribute_hint, closest, made_by
+from hooks.base.renamed import Renamed, warn_of_old_name
 from hooks.base.saying import shown
 
 
@@ -163,7 +164,7 @@ def require_device(device: Any) -> torch.device | None:
 def missing_name(
     module: str,
     known: list[str],
-    moved: Mapping[str, str] | None = None,
+    moved: Mapping[str, str | Renamed] | None = None,
     elsewhere: Sequence[str] = (),
 ) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package. Its error for an unknown name lists close matches.
@@ -174,18 +175,25 @@ def missing_name(
     Args:
         module: the name of the package.
         known: the names in the package.
-        moved: former names, each with its new name or place.
+        moved: former names, each with its new name or place. A name that still works has a
+            `Renamed` instead of a text: its value is returned, with a DeprecationWarning.
         elsewhere: modules whose `__all__` may contain the name. They are imported for the error.
     """
 
     def __getattr__(name: str) -> Any:
+        former = (moved or {}).get(name)
+        if isinstance(former, Renamed):
+            # `from package import name` looks up the name twice, first with `hasattr`.
+            if _caller_of_lookup(sys._getframe(1)).f_code.co_name != "_handle_fromlist":
+                warn_of_old_name(f"{module}.{name}", former.place, former.until)
+            return former.value()
         # `from package import module` looks up the attribute `module` first. Python imports the
         # module only after an AttributeError.
         if name.startswith("_") or find_spec(f"{module}.{name}") is not None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         places = [place for place in elsewhere if name in import_module(place).__all__]
-        if moved and name in moved:
-            hint = f"; it is now {moved[name]}"
+        if former is not None:
+            hint = f"; it is now {former}"
         elif places:
             hint = f"; it is {places[0]}.{name}"
         else:
@@ -198,10 +206,14 @@ def missing_name(
     return __getattr__
 
 
-def _imports_a_name(frame: FrameType | None) -> bool:
-    """Return whether the first frame outside of a `__getattr__` runs `from package import name`."""
-    while frame is not None and frame.f_code.co_name == "__getattr__":
+def _caller_of_lookup(frame: FrameType) -> FrameType:
+    """Return the first frame outside of a `__getattr__`."""
+    while frame.f_code.co_name == "__getattr__" and frame.f_back is not None:
         frame = frame.f_back
-    if frame is None:
-        return False
+    return frame
+
+
+def _imports_a_name(frame: FrameType) -> bool:
+    """Return whether the first frame outside of a `__getattr__` runs `from package import name`."""
+    frame = _caller_of_lookup(frame)
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
