@@ -90,8 +90,9 @@ class TokenEmbedding(nn.Embedding):
 class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
     """A decoder-only transformer, from tokens to logits. With a `tokenizer` it also reads strings.
 
-    The steps of the forward pass are `context`, `input_resid`, `blocks` and `unembed`. Blocks may
-    be on several devices: the stream and the context are copied once for each change of device.
+    The steps of the forward pass are `context`, `input_resid`, `blocks` and `logits`, which calls
+    `unembed`. Blocks may be on several devices: the stream and the context are copied once for each
+    change of device.
 
     Args:
         config: sizes and choices; see `TransformerConfig`.
