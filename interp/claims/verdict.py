@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hooks.base import aligned_rows, number_of
+from hooks.base import aligned_rows, number_of, unknown_name
 from interp import plots
 from interp.json_form import Table, columns, form
 from interp.results.result import Result
@@ -182,8 +182,6 @@ class Verdict(plots.Shown):
         Raises:
             UnknownNameError: if there is no such test; the error names close matches.
         """
-        from hooks.base import unknown_name
-
         by_name = {test.name: test for test in self.tests}
         if name not in by_name:
             raise unknown_name(name, by_name, "test of this verdict")
