@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache
@@ -277,8 +277,35 @@ def text(
     )
 
 
+class Readout(Protocol):
+    """The parts of an `interp.LensReadout` that `lens` draws.
+
+    Its module imports this package, so this package cannot import the class.
+    """
+
+    @property
+    def tokens(self) -> Int[Tensor, "layer batch pos top"]:
+        """The likeliest next tokens, best first."""
+
+    @property
+    def probabilities(self) -> Float[Tensor, "layer batch pos top"]:
+        """The probabilities of `tokens`."""
+
+    @property
+    def first(self) -> tuple[list[str] | None, list[list[list[str]]]] | None:
+        """The tokens of the first text and its likeliest next tokens, as strings."""
+
+    @property
+    def columns(self) -> list[int]:
+        """The columns of the first text that are not padding."""
+
+    @property
+    def without_numbers(self) -> list[bool]:
+        """For each layer, True if all numbers of the first text are NaN."""
+
+
 @explains_calls
-def lens(readout: Any) -> View:
+def lens(readout: Readout) -> View:
     """Draw the likeliest next token of each layer at each position of the first text, coloured by
     its probability.
 
