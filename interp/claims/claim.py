@@ -171,7 +171,12 @@ class Claim(plots.Shown):
         the corrupted run.
 
         Args:
-            model, pairs, says, test, seeds, name: see `Claim.circuit`.
+            model: the model in which the effect was found.
+            pairs: the pairs on which the effect was found. They need answers.
+            says: the statement in words.
+            test: other pairs for the tests. Default: none; then pass fresh pairs to `verify`.
+            seeds: the number of seeds of random alternatives. Default: 5.
+            name: the name of the model, for people. Default: the name in its config.
             head: the layer and the number of a head.
             feature: in place of a head, the number of a feature.
             dictionary: the dictionary of the feature. Pass it to `verify` too.
@@ -221,7 +226,11 @@ class Claim(plots.Shown):
         """Return the claim that adding a direction moves the metric of prompts.
 
         Args:
-            model, says, test, seeds, name: see `Claim.circuit`.
+            model: the model in which the direction was found.
+            says: the statement in words.
+            test: other texts for the tests. Default: none; then pass fresh texts to `verify`.
+            seeds: the number of seeds of random alternatives. Default: 5.
+            name: the name of the model, for people. Default: the name in its config.
             prompts: texts with answers, such as `Pairs(texts, answers=(" Yes", " No"))`, whose
                 metric the direction moves.
             direction: the direction, which is added at all positions of all of its points.
@@ -280,7 +289,10 @@ class Claim(plots.Shown):
         the four controls of `interp.alignment.align`.
 
         Args:
-            model, says, test, name: see `Claim.circuit`.
+            model: the model in which the variable was found.
+            says: the statement in words.
+            test: other pairs for the tests. Default: none; then pass fresh pairs to `verify`.
+            name: the name of the model, for people. Default: the name in its config.
             pairs: the training pairs, with the answers of the causal model on the corrupted text
                 with the variable of the clean text; see `align`.
             point: the name of the point, such as `blocks.2.resid_post`.

@@ -60,7 +60,11 @@ def acdc(
         pairs: the texts; answers are not needed.
         thresholds: the largest increase of the divergence that one removed edge may cause, in nats;
             one number or several. Each threshold is above 0.
-        source, direction, split_embeddings, max_bytes: see `run_circuit`.
+        source: the source of the replaced values; see `run_circuit`. Default: the other text of
+            each pair.
+        direction: `noising` runs the clean texts, `denoising` runs the corrupted texts.
+        split_embeddings: whether token and position embeddings are two separate nodes.
+        max_bytes: a bound on the memory in bytes, not counting the model; see `run_circuit`.
         pos: the positions where predictions are compared; see `logit_diff`. None means the mean
             over all positions that are not padding. Default: the last position. For answers of
             several tokens, the mean over the positions that predict their tokens.

@@ -129,7 +129,10 @@ def circuit_curve(
     unconnected nodes are pruned; see `Circuit.pruned`.
 
     Args:
-        model, pairs, source, max_bytes: see `faithfulness`.
+        model: the model of the circuit's graph.
+        pairs: texts that were not used to find the circuits.
+        source: the source of the replaced values; see `run_circuit`. Default: the corrupted texts.
+        max_bytes: a bound on the memory in bytes, not counting the model; see `run_circuit`.
         graph: the graph of the scores.
         scores: effects [edge, example], such as a result of `edge_attribution`.
         shares: the shares of edges, in increasing order; the last share is at most 1. Default: the

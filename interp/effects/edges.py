@@ -73,6 +73,9 @@ def edge_attribution(
 ) -> Result:
     """Return an estimate of the effect of every edge of a `Graph`.
 
+    An edge leads from a writer, a node that adds its output to the stream, to a reader, an input
+    that is computed from the stream, such as the queries of a head.
+
     The effect of an edge is the effect of replacing the output of its writer for its reader alone.
     The score of an edge is the writer's change, target - base, times the gradient of the metric
     with respect to the stream before the reader's norm, through this reader alone. The gradient
@@ -282,7 +285,8 @@ class PathScores(NamedTuple):
     Attributes:
         scores: the scores; the last column is the attribution of each writer.
         steps: the number of steps of each path.
-        gaps: the gap of the sum of each path and example; None for one run.
+        gaps: for each path and example, the difference between the sum of the scores and the change
+            of the metric, as a share; None for one run.
     """
 
     scores: Float[Tensor, "writer column group batch"]

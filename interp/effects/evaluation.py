@@ -167,7 +167,12 @@ def evaluate_circuit(
     `faithfulness` measures the first criterion alone, and compares it with random edges.
 
     Args:
-        model, pairs, circuit, source, max_bytes, progress: see `faithfulness`.
+        model: the model of the circuit's graph.
+        pairs: texts that were not used to find the circuit.
+        circuit: the edges that are not replaced.
+        source: the source of the replaced values; see `run_circuit`. Default: the corrupted texts.
+        max_bytes: a bound on the memory in bytes, not counting the model; see `run_circuit`.
+        progress: whether to show a bar after two seconds.
 
     Returns:
         The three criteria, as shares of target - base without a unit. The base is the run in which

@@ -73,7 +73,11 @@ def integrated_gradients(
             `about["steps"]`; the number of gradients is larger by one. `auto` doubles the number
             until the gap of every example is at most 0.01 of the mean absolute change of the
             metric, up to 1024 steps. No gradient is computed twice.
-        direction, source, layers, heads, neurons: see `attribution_patching`.
+        direction: `denoising` edits the corrupted run; `noising` edits the clean run.
+        source: another model, whose values are used instead of a run on other texts; see
+            `activation_patching`.
+        layers, heads: the layers or heads to patch, one or several. Default: all.
+        neurons: the number of neighbouring neurons in one place. Default: 1.
         progress: whether to show a bar after two seconds.
 
     Returns:

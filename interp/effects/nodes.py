@@ -40,7 +40,11 @@ def node_effects(
     Args:
         model: a model that has a `Graph`, in evaluation mode.
         pairs: the texts, and their metric.
-        source, direction, split_embeddings, max_bytes: see `run_circuit`.
+        source: the source of the replaced values; see `run_circuit`. Default: the other text of
+            each pair.
+        direction: `noising` runs the clean texts, `denoising` runs the corrupted texts.
+        split_embeddings: whether token and position embeddings are two separate nodes.
+        max_bytes: a bound on the memory in bytes, not counting the model; see `run_circuit`.
         progress: whether to show a bar after two seconds.
 
     Returns:

@@ -31,6 +31,9 @@ def edge_patching(
 ) -> Result:
     """Return the effect of patching each edge alone.
 
+    An edge leads from a writer, a node that adds its output to the stream, to a reader, an input
+    that is computed from the stream, such as the queries of a head.
+
     The reader of the edge sees the output of the writer in the other run. All other edges carry the
     values of the edited run, and all nodes after the reader are computed again. So the effect is
     exact, and equals the effect of `run_circuit` with a mask of this edge. An edge is direct:
@@ -117,11 +120,17 @@ def path_patching(
     shows the loss without a part. Activation and attribution patching do the reverse by default.
 
     Args:
-        model, pairs, direction, source, split_embeddings, max_bytes: see `edge_patching`.
-        receivers: the readers, such as `a9.h6<q>` or `m3`, which are patched together; or `logits`
-            alone. The value of a head is its queries, keys or values at the point `q`, `k` or `v`;
-            the value of an MLP is its output.
-        senders: the writers to patch. Default: all writers before a receiver.
+        model: a model that has a `Graph`, in evaluation mode.
+        pairs: clean and corrupted texts, and the metric; see `activation_patching`.
+        direction: `noising` edits the clean run; `denoising` edits the corrupted run.
+        source: another model, whose values are used instead of a run on other texts.
+        split_embeddings: whether token and position embeddings are two separate senders.
+        max_bytes: a bound on the memory in bytes; see `edge_patching`.
+        receivers: the inputs of heads and MLPs that are patched together, such as `a9.h6<q>` or
+            `m3`; or `logits` alone. The value of a head is its queries, keys or values at the point
+            `q`, `k` or `v`; the value of an MLP is its output.
+        senders: the heads, MLPs or embeddings whose output is patched. Default: all that come
+            before a receiver.
         mlps: `recomputed`: the first run computes the MLPs again, as in the paper, so paths through
             MLPs count. `frozen`: MLPs keep their outputs of the edited run, so only the direct path
             to each receiver counts.

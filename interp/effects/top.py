@@ -46,8 +46,11 @@ def top_attributions(
     reverse by default.
 
     Args:
-        model, pairs, direction: see `attribution_patching`. Both texts must have the same
-            length and the same padding.
+        model: any model with the usual points. Its weights need no gradients and receive none.
+        pairs: clean and corrupted texts of the same length and padding, and the metric, which must
+            be differentiable.
+        direction: `denoising` edits the corrupted run and takes gradients there; `noising` edits
+            the clean run.
         directions: the columns of each matrix are vectors along the last axis of a point; the keys
             are exact names of points. The lengths of the vectors do not matter. Default: the
             neurons of `mlp.post`.

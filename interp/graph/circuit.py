@@ -48,8 +48,8 @@ class Circuit(plots.Shown):
 
     Args:
         graph: the graph of the model.
-        edges: the names of the edges, such as `a0.h1->a2.h3<k>`, or a boolean table [writer,
-            reader].
+        edges: the names of the edges, such as `a0.h1->a2.h3<k>`, or a boolean table with a row for
+            each source of edges, and a column for each target: [writer, reader] of the graph.
         scores: the effect of replacing each edge, in the metric's unit and negative if the edge
             helps. NaN means an unknown effect. They are stored in float64. Default: all unknown.
         found_on: the digests of the texts that the scores were computed on; see `Pairs.digests`.

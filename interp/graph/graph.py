@@ -53,6 +53,9 @@ _STEPS = ("config", "blocks", "context", "input_resid", "logits", "unembed")
 class Graph(HintsAtNames):
     """The nodes and edges of a model, named as in Hanna et al. 2024, "Have Faith in Faithfulness".
 
+    An edge leads from a writer, a node that adds its output to the residual stream, to a reader, an
+    input that is computed from the stream.
+
     Writers are `input` (the stream entering the first block), `a0.h1` (a head) and `m0` (an MLP).
     Readers are `a2.h3<q>`, `a2.h3<k>`, `a2.h3<v>`, `m2` and `logits`; grouped heads have one `<k>`
     and one `<v>` for each key head. An edge such as `a0.h1->a2.h3<k>` joins a writer to a later

@@ -75,6 +75,9 @@ def run_circuit(
 ) -> Float[Tensor, "batch pos vocab"]:
     """Return the logits of a run in which all edges outside a circuit carry values of another run.
 
+    An edge leads from a writer, a node that adds its output to the stream, to a reader, an input
+    that is computed from the stream, such as the queries of a head.
+
     Each reader sees the stream plus the sum of `mask * (source - current)` over the edges to the
     reader: `source` is the writer's output in the source run, `current` its output in this run. So
     a run without masked edges equals the run of the text, and a run with all edges masked equals

@@ -65,7 +65,7 @@ class Resumed:
         self.forwards = sum(map(self._work, jobs))
 
     def run(self, done: Done) -> Iterator[Measured]:
-        """Yield some jobs at a time, with the metric of each."""
+        """Run all jobs, several in one batch. Yield the jobs of each batch, with their metrics."""
         for jobs, read_at_once in self._chunks:
             yield from self._measured(jobs, self._stream_of(jobs, done), read_at_once)
 
