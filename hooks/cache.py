@@ -254,7 +254,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         return (self.read(name)[0] for name in self.layer_names(short).values())
 
     def map_layers(self, short: str, function: Callable[[Tensor], T]) -> list[T]:
-        """Return a function of each value of `layers`, in order.
+        """Apply a function to the value of each layer, and return the results in order of layers.
 
         A lazy cache has the value of only one layer in memory. It checks for changes of the model
         once, after the last layer, so the host waits once for the device.
@@ -264,7 +264,8 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
             function: a function of a value.
 
         Raises:
-            UnknownNameError, CacheError: see `layer_names`.
+            UnknownNameError: if no name ends in `short`.
+            CacheError: if this cache lacks the value of a layer in which the model has it.
 
         >>> from hooks import HookedRunner
         >>> from models import Transformer, TransformerConfig

@@ -97,7 +97,7 @@ class LazyValues(Mapping[str, Tensor]):
         return {name: self._changed(name, values[name]) for name in names}
 
     def mapped(self, names: Iterable[str], function: Callable[[Tensor], T]) -> list[T]:
-        """Return a function of the value of each name.
+        """Apply a function to the value of each name, and return the results in order.
 
         Only the values of one block are in memory at a time. Each block that runs again is compared
         with the first run. The results of all comparisons are read at the end, so the host waits

@@ -366,7 +366,7 @@ def part_rounding(*dtypes: torch.dtype) -> float:
 
 
 def sum_rounding(dtype: torch.dtype) -> float:
-    """Return the limit of rounding for sums of many terms in a different order.
+    """Return how far a sum of many numbers may change by rounding, if their order changes.
 
     The limit is a fraction of the largest number.
     """

@@ -185,7 +185,7 @@ class Descent:
         self.moved = self.moved[order.back]
 
     def _go_down(self, stage: int, directions: Float[Tensor, "pos target d_model"]) -> None:
-        """Carry directions in the stream above a sublayer to the stream below it, in place."""
+        """Carry directions from the stream after a sublayer to the stream before it, in place."""
         if not directions.numel():
             return
         n, is_mlp = divmod(stage, 2)

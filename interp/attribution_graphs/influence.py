@@ -70,7 +70,8 @@ def scores_of_graph(
 
     Args:
         rows: the effects, one row for each explained node.
-        weights, column: see `influence`.
+        weights: the weight of each row as a target, or 0 if the row is no target.
+        column: the index of the source that each row explains, or -1 for a logit.
         is_error: True for errors, and for features without a row.
         is_input: True for embeddings and constants.
     """
@@ -121,14 +122,15 @@ def pruned(
     node: float,
     edge: float,
 ) -> tuple[Bool[Tensor, " source"], Bool[Tensor, "row source"]]:
-    """Return masks of the sources and edges that carry most influence.
+    """Return the sources and edges that carry most influence, as two masks.
 
     A source is removed if none of the remaining edges begins at this source. A source with a row is
     also removed if none of the remaining edges ends at it.
 
     Args:
         rows: the effects, one row for each explained node.
-        weights, column: see `influence`.
+        weights: the weight of each row as a target, or 0 if the row is no target.
+        column: the index of the source that each row explains, or -1 for a logit.
         is_kept: the sources that are never removed.
         node, edge: the strongest nodes and edges with these shares of the influence remain.
     """

@@ -79,7 +79,7 @@ def thinned(every: int, shown: int, what: str) -> str:
 
 
 def facts_of(result: Any, but: Collection[str] = ()) -> str:
-    """Return the facts about a result in one line of at most 200 characters; see `headline`.
+    """Return the facts about a result in one line of at most 200 characters, for a title.
 
     Args:
         result: the result.

@@ -107,7 +107,7 @@ class FactoredMatrix(plots.Shown):
 
     @property
     def AB(self) -> Float[Tensor, "*batch rows columns"]:
-        """The product itself, like `form()`."""
+        """The product of both factors as one matrix, which `form()` returns too."""
         return self.form()
 
     @property

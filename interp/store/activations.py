@@ -280,7 +280,10 @@ class Activations(plots.Shown):
         them reads each row. Ranks may get different numbers of batches.
 
         Args:
-            size, seed, names, window: see `batches`.
+            size: the number of rows in a batch.
+            seed: the seed of the order of rows; see `batches`.
+            names: the points to read. Default: all points of the store.
+            window: the number of files whose rows are shuffled together; see `batches`.
         """
         return Shared(partial(self.batches, size, seed, names, window=window))
 

@@ -173,7 +173,8 @@ def plan(
     All texts are read, so a generator is exhausted.
 
     Args:
-        model, texts, names, out, config: see `harvest`, which raises the same errors.
+        model, texts, names, out, config: the arguments of a call of `harvest`, which raises the
+            same errors.
 
     Returns:
         The numbers of texts, tokens, rows and files, the size in bytes and the time in seconds.

@@ -127,7 +127,11 @@ def masked(
 
 
 def shared(mask: Visible, shape: Sequence[int], device: torch.device) -> Visible:
-    """Return a mask that all layers of a model can share: a small tensor, or else the rule."""
+    """Return the mask of a call in a form that all layers of a model can use.
+
+    The result is a tensor if this tensor is small. Otherwise, it is `mask` itself, from which each
+    layer computes its own tensor when it needs it.
+    """
     if (mask is None and shape[0] in (1, shape[1])) or shape[0] > BLOCK:
         return mask
     return dense(mask, shape, device)
