@@ -484,6 +484,29 @@ def test_hints_are_read_when_an_error_is_made():
     assert done.stdout.splitlines() == ["[]", "['models.hints', 'interp.hints']"], done.stderr
 
 
+def test_their_names_of_points_have_hints_before_interp_is_imported():
+    code = (
+        "import sys; from hooks import HookedRunner; from models import load; "
+        "runner = HookedRunner(load('pydoc-4l')); print('interp' in sys.modules); "
+        "runner.capture('def', names='blocks.2.attn.hook_pattern')"
+    )
+    done = python(code)
+    assert done.stdout.strip() == "False"
+    assert "blocks.2.attn.pattern" in done.stderr.splitlines()[-1].partition("the value")[2]
+
+
+def test_hints_do_not_import_a_foreign_interp(tmp_path):
+    (tmp_path / "interp.py").write_text("print('imported')")
+    code = (
+        f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; "
+        "from hooks import HookedRunner; from models import load; "
+        "HookedRunner(load('pydoc-4l')).capture('def', names='blocks.2.attn.hook_pattern')"
+    )
+    done = python(code)
+    assert done.stdout == ""
+    assert "close matches" in done.stderr.splitlines()[-1]
+
+
 def test_a_foreign_package_called_hooks_is_named(tmp_path):
     (tmp_path / "hooks.py").write_text("")
     done = python(f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import interp")

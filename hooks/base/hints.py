@@ -6,11 +6,13 @@ with a value `HINTS`.
 1. An error about an unknown point, attribute or keyword looks up hints (`unknown_point`,
    `attribute_hint`, `argument_hint`).
 2. The modules named `hints` are imported at this moment, and not earlier. This concerns every
-   package that the program has imported (`_imported`).
+   package that the program has imported (`_imported`). For an unknown name, a program that has
+   imported only `models` also gets the hints of `interp` (`_for_names`).
 """
 
 import difflib
 import importlib
+import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -70,6 +72,17 @@ def _imported() -> list[Hints]:
     return hints
 
 
+def _for_names() -> list[Hints]:
+    """Return the hints for an unknown name: also of `interp`, if only `models` is imported."""
+    hints = _imported()
+    if hints and "interp" not in sys.modules:
+        found = importlib.util.find_spec("interp")
+        # The program may have its own module with this name.
+        if found is not None and found.origin == _FIRST_FILES["interp"]:
+            hints.append(importlib.import_module("interp.hints").HINTS)
+    return hints
+
+
 def unknown_point(name: str, known: Collection[str], what: str) -> UnknownNameError:
     """Return the error for an unknown name, with the first hint that a package has for the name.
 
@@ -78,7 +91,7 @@ def unknown_point(name: str, known: Collection[str], what: str) -> UnknownNameEr
         known: the known names.
         what: the kind of thing that has the name, such as `hook point`, for the error.
     """
-    for hints in _imported():
+    for hints in _for_names():
         for name_hint in hints.names:
             if error := name_hint(name, known, what):
                 return error
