@@ -171,7 +171,7 @@ def divided(points: Mapping[str, Point], blocks: Blocks) -> list[BlockCall]:
     if not blocks:
         raise HookError("lazy=True needs blocks, as in a ModuleList; this model has none")
     inside: dict[tuple[str, nn.Module], dict[str, Point]] = {}
-    # Most points come directly after a point of the same block, so this loop has few steps.
+    # Points of the same block are neighbours in most models, so the loop has few steps.
     for block, names in itertools.groupby(points, blocks.get):
         if block is not None:
             inside.setdefault(block, {}).update({name: points[name] for name in names})

@@ -225,7 +225,7 @@ Blocks = dict[str, tuple[str, nn.Module]]
 def blocks_of(model: nn.Module) -> Blocks:
     """Return the block of each module inside a block, by the name of the module.
 
-    Blocks are the modules that a lazy run can run again:
+    A block is a module that a lazy run can run again. There are two kinds:
 
     1. each module with a `forward` in one of the model's outermost `ModuleList`s. If the list
        contains containers without a `forward`, the modules in the containers are blocks;

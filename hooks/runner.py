@@ -188,7 +188,8 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
 
         Args:
             names: a selector of points.
-            args, kwargs: see `run_with_cache`. `grads=` is not allowed, because there is no output.
+            args, kwargs: the model's arguments, and options of `run_with_cache`. `grads=` is not
+                allowed, because there is no output.
 
         Raises:
             UnknownNameError: if the selector matches nothing.
@@ -247,7 +248,8 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         hook. No hooks act on a model that a hook function itself runs.
 
         Args:
-            hooks, backward: see `run_with_hooks`.
+            hooks: a mapping from selectors to functions, or pairs of them; see `run_with_hooks`.
+            backward: likewise functions of the gradients at points.
             receipts: record the changes of each hook in `hooks`, at the cost of one more copy of
                 its value: `with runner.hooks(..., receipts=True) as context:`, then
                 `context.receipts`.
@@ -272,7 +274,9 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         all handles of the model, so no handle is lost.
 
         Args:
-            hooks, backward, receipts: see `hooks`. The receipts are in `handle.receipts`.
+            hooks: a mapping from selectors to functions, or pairs of them; see `run_with_hooks`.
+            backward: likewise functions of the gradients at points.
+            receipts: record the changes of each hook in `hooks`. They are in `handle.receipts`.
 
         Raises:
             UnknownNameError: if a selector matches nothing.

@@ -213,7 +213,7 @@ def remove_hooks(module: nn.Module, chosen: Callable[[Any], bool]) -> None:
 
 
 def hooks_last(module: nn.Module, chosen: Callable[[Any], bool]) -> None:
-    """Move the forward hooks of `module` with a true `chosen(hook)` behind all the others."""
+    """Move the forward hooks for which `chosen(hook)` is true to the end of the module's hooks."""
     # Iterate over a copy, which is made atomically: another thread may add or remove a hook during
     # the loop.
     for key in [key for key, hook in [*module._forward_hooks.items()] if chosen(hook)]:
@@ -434,7 +434,7 @@ def traced_as_constant(function: Callable[..., R]) -> Callable[..., R]:
     """Make torch.compile call `function` during tracing and treat the result as a constant.
 
     `torch.compiler.assume_constant_result` sets the same mark, but it also imports the compiler.
-    The compiler takes longer to import than everything else that this package imports.
+    The import of the compiler is slower than all other imports of this package together.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

@@ -91,7 +91,7 @@ def require_callable(
         example: an example of the function. Default: none.
 
     Raises:
-        TypeError: if the value is no function, or takes another number of arguments.
+        TypeError: if the value is not a function with this number of arguments.
 
     >>> require_callable("reading", lambda model: 0, ("model", "cache"))
     Traceback (most recent call last):

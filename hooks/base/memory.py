@@ -123,8 +123,8 @@ class Bound:
         Args:
             limit: the limit in bytes.
             sizes: the bytes of all values, by the last part of their names.
-            is_known: whether the sizes of all values of one layer are known. If they are not, the
-                message says "at least" before the estimate.
+            is_known: whether the sizes of all values of one layer are known. Otherwise, the real
+                size may be larger than the estimate, and the message contains "at least".
         """
         whose = "0.9 of the memory that is free" if self._max_bytes is None else "max_bytes"
         n_bytes = sizes.total()

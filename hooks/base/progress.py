@@ -126,7 +126,9 @@ def progress_bar(title: str, total: float | None = None, **options: Any) -> Iter
     """Count the steps of a loop, and show a bar unless a loop around this loop already has one.
 
     Args:
-        title, total, options: see `Count`.
+        title: the title of the bar.
+        total: the number of steps, or the amount of work; None if it is unknown.
+        options: the other arguments of `Count`, such as `unit`.
 
     >>> with progress_bar("texts", total=3) as count:
     ...     for text in range(3):

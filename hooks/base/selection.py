@@ -136,7 +136,7 @@ Rows = Sequence[Sequence[int]]
 
 
 def all_but(*places: SupportsIndex) -> AllBut:
-    """Select all places along an axis except the given ones.
+    """Select all places along an axis, except some places.
 
     Padding is never selected. Negative numbers count from the end, as in a list of places.
 
