@@ -213,7 +213,10 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
 
         Args:
             tokens: the tokens, without cached tokens.
-            attention_mask, kv_cache, query_key_mask: see `forward`.
+            attention_mask: True or 1 at tokens that are not padding, including cached tokens.
+            kv_cache: earlier keys and values.
+            query_key_mask: the keys that each query sees, in place of the causal mask; see
+                `forward`.
 
         Raises:
             ValueError: if the tokens are not a matrix of integers or do not fit the context, or if

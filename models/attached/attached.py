@@ -243,7 +243,8 @@ class Attached(ReadsText):
         """Return the output of the model inside an adapter's wrapper.
 
         Args:
-            tokens, arguments: see `run`.
+            tokens: the tokens, [batch, pos].
+            arguments: other arguments of the model, such as `attention_mask`.
         """
         return self.base(**{self._reads: tokens, **self.uncached, **arguments})
 
@@ -283,7 +284,7 @@ class Attached(ReadsText):
         keys, only the new tokens get positions. Positions from the caller are not changed.
 
         Args:
-            args, kwargs: see `prepare_inputs`.
+            args, kwargs: the arguments of `forward`. Tokens may be texts.
 
         Raises:
             ValueError: if a text cannot become tokens (see `to_tokens`), or if the model cannot
@@ -327,9 +328,9 @@ class Attached(ReadsText):
         return None if device.type == "meta" else device
 
     def positions_of(self, mask: Shaped[Tensor, "batch pos"]) -> dict[str, Tensor]:
-        """Return positions for texts with padding before a token, if the model accepts positions.
+        """Return the position of each token in its text, if padding comes before a token.
 
-        See `PaddedPositions.of`.
+        The result is empty if the model does not accept positions; see `PaddedPositions.of`.
         """
         return self._positions.of(mask)
 

@@ -174,7 +174,7 @@ class AttachSettings:
         self.kernels = _kernels(model)
 
     def hold_for(self, earlier: "AttachSettings | None", model: nn.Module) -> bool:
-        """Return whether earlier settings are equal, and the model has not changed since then.
+        """Return whether an earlier call of `attach` had these settings and an unchanged model.
 
         The modules, the sizes and the kernels of the model are compared.
 

@@ -7,9 +7,9 @@ inputs and outputs of its modules:
    to attention if it calls an attention function of `transformers`, or computes attention in its
    own code. Other attention is found by the name that the user passed, or by the name of its class.
 2. Terms (`terms_of`): a term is the output of a module, times a factor of the config, that the
-   block adds to the stream. Terms are added one after the other. Their sum must be the stream that
-   a later module reads. The same sums show where the stream between two terms is read, and which
-   norms read it. With attention to an encoder, there are three terms (`crossing_of`).
+   block adds to the stream. A later module must read the sum of the stream and the terms so far.
+   The same sums show where the stream between two terms is read, and which norms read it. With
+   attention to an encoder, there are three terms (`crossing_of`).
 3. Roles (`roles_of`): the first term whose call ended after attention began belongs to attention.
    The next term, or the last, belongs to the MLP. Any other term comes from another mixer: a
    sublayer without attention that moves information between positions, such as a state space.

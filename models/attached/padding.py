@@ -17,7 +17,7 @@ Positions: `PaddedPositions` also checks whether a model reads padding.
 
 1. Find the sides of the padding in a mask (`PaddedPositions.of`).
 2. Test in runs of a few tokens, once for each side, if padding changes the output. If it does,
-   raise an error that says which texts the model can read.
+   raise an error that describes the texts that the model can read.
 3. If padding comes before a token, find the position of the first token, also in such runs. Return
    positions that count only real tokens.
 """

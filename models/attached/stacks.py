@@ -1,7 +1,7 @@
 """The stacks of blocks in a run: for texts, for images and for sounds.
 
-1. A stack is a `ModuleList` that is not inside another one. Its modules run once each, and each
-   module reads the output of the module before. A user can also name the modules (`stacks_of`).
+1. A stack is a `ModuleList` that is not inside another one. Each of its modules runs once, and
+   reads the output of the previous module. A user can also name the modules (`stacks_of`).
 2. The points of the stack that reads the text have no prefix. Its stream must have a position for
    each token (`require_position_of_each_token`). The names of points of an encoder and its decoder
    begin with `encoder.` and `decoder.`. The names of points of a tower, a stack that reads images
@@ -406,7 +406,7 @@ def entries_of_towers(
 
     Returns:
         The module that reads the stream with the features, and for each tower the module that
-        returns its features. Without features: None and an empty dict.
+        returns its features. If the model reads no features, these are None and an empty dict.
     """
     calls = {call.module: call for call in probe.calls}
     tokens = calls[embedding].output if (embedding := embedding_of(model)) in calls else None

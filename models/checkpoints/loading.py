@@ -75,8 +75,8 @@ def load(
     5. a model on the Hugging Face hub. It is downloaded unless it is in the hub's cache.
 
     The model gets the tokenizer of the same files. Loading needs little more memory than the model.
-    All parameters get one dtype. So a file of bfloat16 with some tensors of float32 takes twice its
-    size in memory; see `dtype`.
+    All parameters get one dtype. If a file of bfloat16 also contains some tensors of float32, the
+    model needs twice the size of the file in memory, unless `dtype` is given.
     Weights of Hugging Face in fp8 are multiplied by their scales, and get the dtype in config.json.
     For other quantized weights of Hugging Face, the error gives the call that loads them.
 

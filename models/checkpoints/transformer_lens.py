@@ -52,7 +52,7 @@ def from_transformer_lens(
         config: TransformerLens' config, its dict, the path of its JSON, or a `TransformerConfig`. A
             dict may omit the fields that shapes and keys determine. With None, the other fields get
             the defaults of TransformerLens, and a warning lists them. If the norms have no weights,
-            a config is needed, because nothing shows which norms they are.
+            a config is needed, because the state dict does not show the kind of norm.
         dtype: the dtype of all parameters. Default: the dtype of the state dict.
         device: the device of the parameters. Default: the CPU.
 

@@ -366,7 +366,8 @@ def continuations(
         model: a model in evaluation mode.
         prompts: the tokens of each prompt.
         max_new_tokens: the largest number of new tokens.
-        temperature: see `Sampling`.
+        temperature: the number by which logits are divided before a token is drawn; 0 selects the
+            most probable token.
         seed: the seed of random draws; see `generate_steps`.
 
     Raises:
@@ -521,7 +522,7 @@ def _require(model: object, compiled: object = False) -> None:
         compiled: the option `compiled` of the call, for the error.
 
     Raises:
-        TypeError: if it is not. The error says how to generate with other models.
+        TypeError: if the model is not a `Transformer`. The error explains the remedy.
     """
     if not isinstance(model, Transformer):
         hint = ""

@@ -165,8 +165,8 @@ def row_generator(seed: int, row: int, device: torch.device | str = "cpu") -> to
     """Return the generator from which row `row` of `generate(..., seed=seed)` draws.
 
     A prompt alone draws the same tokens as in this row of a batch, if `seed` is this generator. The
-    random numbers of two seeds are unrelated. For each row, two seeds give the same numbers with a
-    probability of about one in four billion.
+    random numbers of two seeds are unrelated. The probability that two seeds give a row the same
+    numbers is about one in four billion.
 
     Args:
         seed: any whole number.

@@ -349,7 +349,7 @@ def evaluate(
         model: the model to measure.
         tokens: a text [pos], or walks [walk, pos], which are many texts of equal length.
         batch: the number of windows that are read at once.
-        characters_per_token: see `Evaluation`.
+        characters_per_token: the mean length of a token; 1 if tokens are characters.
         loss: the loss; see `train`. Default: the loss of each next token.
 
     Returns:

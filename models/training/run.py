@@ -70,7 +70,7 @@ class Run:
 
     @property
     def last(self) -> str:
-        """A message that says from which checkpoint the run can be resumed."""
+        """A message that names the checkpoint from which the run can be resumed."""
         if self.directory is None or not self._saved:
             return "no checkpoint has been written"
         return (

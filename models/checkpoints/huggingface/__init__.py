@@ -252,7 +252,7 @@ def _add_adapters(
 
 
 def _dtype_of(described: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype that a config gives for the weights; None if it gives none."""
+    """Return the dtype of the weights according to a config; None if the config has no dtype."""
     name = described.get("dtype") or described.get("torch_dtype")
     dtype = getattr(torch, str(name), None)
     return dtype if dtype in DTYPES else None

@@ -37,7 +37,7 @@ def windows(
         window: the number of positions that a query sees in layers with a window.
         types: the kind of attention in each layer.
         n_layers: the number of layers.
-        kinds: the names that the family gives to attention without and with a window.
+        kinds: the names in `types`: for attention without a window, and with a window.
         spelled: the names that the family gives to `types` and `window`, for errors.
 
     Raises:
