@@ -49,8 +49,8 @@ class _Entry:
         conditions: mappings from fields of a config to values; `!` before a value means any other
             value. Our point has the value in models whose config matches all fields of at least one
             mapping. None: it has the value in every model.
-        usual: whether most models fulfil the conditions. If the model is not known, our point is
-            then assumed to have the value.
+        usual: whether the conditions are true for most models. If the model is not known, our point
+            is then assumed to have the value.
     """
 
     ours: str = ""

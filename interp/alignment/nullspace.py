@@ -131,7 +131,7 @@ def null_spaces(
 
     An axis of the point, such as a neuron, varies if the values of the two texts of all pairs vary
     along it. It is read if the metric has a gradient along it. If every axis varies and is read, as
-    in the residual stream, the function finds nothing, and this proves nothing. With `reader`, such
+    in the residual stream, both shares are 0, which is no evidence. With `reader`, such
     as `W_out` at `mlp.post`, the directions that are read are the span of the columns of these
     weights.
 
@@ -146,7 +146,9 @@ def null_spaces(
         directions: a direction, or columns that span the subspace. They need not be orthonormal.
         reader: the weights that read the value as `value @ reader`. Default: use the gradients of
             the metric.
-        pos, head, direction: see `align`.
+        pos: a position, or the name of a span of the pairs. Default: the last position.
+        head: the head, if the point has heads.
+        direction: `denoising` runs the corrupted text; `noising` runs the clean text.
 
     Returns:
         The effects [through, example] in the unit of the metric, and the shares from them.

@@ -39,7 +39,8 @@ class InterchangeRuns:
     Args:
         runs: the pairs and their direction.
         name: the name of the point.
-        pos, head: see `align`.
+        pos: a position, or the name of a span of the pairs.
+        head: the head, if the point has heads.
         batch: the number of pairs in a run.
 
     Attributes:

@@ -296,7 +296,8 @@ class PrunedGraph(plots.Shown):
 
         Args:
             directory: the directory of the file, which is created if it does not exist.
-            slug, scan: see `neuronpedia`.
+            slug: the name of the graph.
+            scan: the name of the model.
 
         Raises:
             ValueError: if the slug is not the name of a file in the directory, an existing

@@ -289,8 +289,12 @@ class AttributionGraph(plots.Shown):
 
         Args:
             head: the layer and the head.
-            query, key, against, k: see `attention_attribution`. The default of `key` is the
-                position with the largest attention weight.
+            query: the position that attends. Default: the last position.
+            key: the position that is attended to. Default: the position with the largest attention
+                weight.
+            against: another key, to explain the difference of the two scores; or `mean`, the mean
+                of all keys, weighted by the pattern. Default: explain the score itself.
+            k: the number of the largest pairs whose sources are listed. Default: 30.
             through: with `paths`, the sources are the sources of the graph, and their effects on
                 the query and the key include all frozen paths. With `writers`, the sources are
                 heads and MLPs, and their effects are their outputs at these positions. Default:

@@ -57,7 +57,7 @@ def text_of_options(options: argparse.Namespace) -> str:
 
 
 def in_format(text: str, data: Mapping[str, Any], *, is_json: bool) -> str:
-    """Return the output as text or as JSON; see `print_or_write`."""
+    """Return the output as JSON if the options ask for JSON, and otherwise as text."""
     return strict_json.dumps(data, ensure_ascii=False) if is_json else text
 
 

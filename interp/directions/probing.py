@@ -207,8 +207,8 @@ def probe(
     Texts of the two kinds may be pairs that differ in a few words. If the two texts of a pair are
     in different folds, the fit learns the wrong label for the text that it is scored on, and the
     AUROC of a few such texts can be far below 0.5. `Contrast(yes, no, groups="pairs")` keeps the
-    texts of each pair in one fold. Other groups, such as all texts about one person, can be listed;
-    see `Contrast`.
+    texts of each pair in one fold. For other groups, such as all texts about one person, pass a
+    list as `groups` of `Contrast`.
 
     Args:
         model: any model with hook points, in evaluation mode.

@@ -128,7 +128,10 @@ def sparse_probes(
         dictionary, reads: the dictionary, and the point that it reads; see `splice`.
         contrast: the two kinds of texts, strings or tokens, as a pair `(yes, no)` or a `Contrast`.
         k: the numbers of features. Default: 1, 2, 5 and 10.
-        C, folds, draws, seed: see `probe`.
+        C: the inverse of the strength of the penalty, as in scikit-learn.
+        folds: the number of folds. All copies of a text are in one fold.
+        draws: the number of draws of random labels for the control.
+        seed: the seed of the folds and of the random labels.
         progress: whether to show a progress bar after two seconds.
 
     Returns:

@@ -366,7 +366,7 @@ class EdgeScores:
         """Return the scores of all writers, computed from the gradients of one run of the text.
 
         Raises:
-            ValueError: if a gradient is NaN; see `require_numbers`.
+            ValueError: if a gradient is NaN. The error names the point.
         """
         gradients = self._gradients(run)
         n_rows = len(self.where.here)
@@ -398,7 +398,7 @@ class EdgeScores:
             changes: the change of the writer of each copy.
 
         Raises:
-            ValueError: if a gradient is NaN; see `require_numbers`.
+            ValueError: if a gradient is NaN. The error names the point.
         """
         gradients = self._gradients(run)
         batch = len(self.where.here)
@@ -458,7 +458,7 @@ class EdgeScores:
             gradients: the gradients by point, from the logits to the input.
 
         Raises:
-            ValueError: if a gradient is NaN; see `require_numbers`.
+            ValueError: if a gradient is NaN. The error names the point.
         """
         # A gradient that is NaN makes scores NaN. So one check is enough if all numbers are finite.
         if not scores.isfinite().all():

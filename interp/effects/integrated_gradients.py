@@ -72,7 +72,7 @@ def integrated_gradients(
         steps: the number of steps of each path, or a list with a number for each layer, such as
             `about["steps"]`; the number of gradients is larger by one. `auto` doubles the number
             until the gap of every example is at most 0.01 of the mean absolute change of the
-            metric, up to 1024 steps. No gradient is computed twice.
+            metric, up to 1024 steps, and computes only the additional gradients each time.
         direction: `denoising` edits the corrupted run; `noising` edits the clean run.
         source: another model, whose values are used instead of a run on other texts; see
             `activation_patching`.

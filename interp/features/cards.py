@@ -513,7 +513,7 @@ def _tokens_moved(
     features: Sequence[int],
     k: int,
 ) -> list[tuple[Scored, Scored]]:
-    """Return the tokens whose logits each feature raises most and lowers most.
+    """Return for each feature the tokens with the largest and the smallest change of their logits.
 
     Both lists are empty if the feature does not write to the residual stream, or if the model has
     no unembedding.

@@ -245,7 +245,7 @@ def _require_arguments(path: object, dtype: object) -> None:
     """Check the types of a path and of a dtype, before a download.
 
     Raises:
-        TypeError: if an argument has another type.
+        TypeError: if the path is not a name or a path, or the dtype is not a dtype.
         FileNotFoundError: if the path is empty.
     """
     require_kind(

@@ -18,7 +18,7 @@ from hooks.base import (
 def text_of(cache: ActivationCache) -> Text | None:
     """Return the texts that the model read in a cached run.
 
-    The result is None if the run had neither an argument `tokens` nor `input_ids`.
+    The result is None if the run had no argument named `tokens` or `input_ids`.
 
     >>> from interp.protocol import run_with_cache
     >>> from models import Transformer, TransformerConfig

@@ -185,8 +185,8 @@ def _other_inputs(text: Text) -> list[tuple[object, ...]]:
     without_axis = {*without_rows(text.more, shape)}
     for name in sorted(names):
         value = text.more[name]
-        # It is unknown which part of this value belongs to which text. So no two texts may count
-        # as copies: each text gets another number.
+        # It is unknown which part of this value belongs to which text. Therefore, each text gets
+        # a different number, so that no two texts count as copies.
         if name in without_axis:
             inputs.append([(name, _content(value), number) for number in range(n_texts)])
         elif isinstance(value, Tensor) and value.shape == text.tokens.shape:

@@ -131,7 +131,9 @@ def tokens_of_answers(
     """Return the tokens of the right answer of each text, or of its right and its wrong answer.
 
     Args:
-        model, text, answers: see `answers_of_texts`.
+        model: the model whose tokenizer converts strings.
+        text: the texts that the answers continue.
+        answers: the answer of each text, or its right and its wrong answer; or one for all texts.
     """
     texts = text.of_logits.listed()
     is_one = isinstance(answers, (str, int, tuple))

@@ -178,7 +178,7 @@ def apply_norm(
             any axes may come first. A direction is the same at all positions:
             `direction.expand(batch, pos, -1)`.
         layer: the block that reads the vectors. Default: the unembedding.
-        mlp: whether the block's MLP reads them; otherwise its attention does.
+        mlp: True for the vectors that the MLP of the block reads, False for its attention.
 
     Returns:
         The vectors in at least float32. Without a norm they are returned unchanged.

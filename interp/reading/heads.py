@@ -221,8 +221,8 @@ def _mean_over_queries(
 ) -> Float[Tensor, "batch query key"]:
     """Scale factors so that the sum of all factors times attention weights is a mean over queries.
 
-    At counted queries, each factor is divided by the number of counted queries of the example. At
-    all other queries, it becomes 0.
+    At counted queries, each factor is divided by the number of counted queries of the example. The
+    factors of all other queries become 0.
 
     Args:
         factors: the factor of each attention weight in the score.

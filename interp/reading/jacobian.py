@@ -28,7 +28,9 @@ class JacobianLens(AffineLens):
     The lens maps a stream x entering block l to `weight[l] @ x`.
 
     Attributes:
-        weight, bias, config_hash: see `AffineLens`; the bias is 0.
+        weight: one matrix for each block, the Jacobian. Row i computes entry i of the result.
+        bias: zeros, one vector for each block.
+        config_hash: the config hash of the model that the lens belongs to; empty if it is unknown.
         n_texts: the number of texts in the mean.
         squares: the mean of the squared Frobenius norms of the Jacobians of single texts.
         n_different: the effective number of texts, if some texts are copies. It is n² / Σ m² for n

@@ -144,7 +144,10 @@ def accumulated_logits(
     Args:
         model: the model of the run, with `W_U`; for attached models see `decompose`.
         cache: the cache of a run that cached the residual stream and `ln_final.scale`.
-        right, wrong, vector, pos: see `direct_logit_attribution`.
+        right: the token of the logit; see `direct_logit_attribution`.
+        wrong: the token of a logit to subtract. Default: subtract no logit.
+        vector: a direction in the input of the unembedding, in place of tokens.
+        pos: one position of all texts, or one for each example; see `direct_logit_attribution`.
 
     Returns:
         A result with the axes `stream` (`0_pre`, `0_mid`, ..., `final_post`), `pos` and `example`;

@@ -48,7 +48,9 @@ class TunedLens(AffineLens):
     The lens maps a stream x entering block l to `weight[l] @ x + bias[l]`.
 
     Attributes:
-        weight, bias, config_hash: see `AffineLens`.
+        weight: one matrix for each block. Row i computes entry i of the result.
+        bias: one vector for each block.
+        config_hash: the config hash of the model that the lens belongs to; empty if it is unknown.
         losses: the mean KL(final ‖ lens) of each step of the fit, in nats.
         rows: the number of positions that the steps read. The positions of a text that was read
             twice are counted twice.

@@ -269,7 +269,7 @@ def _after(
     """Concatenate values along the position axis: the earlier values, then the later values.
 
     Args:
-        earlier: the values of a batch at its first positions. All runs have these values.
+        earlier: the values of a batch at its first positions, which are the same in all runs.
         later: the values of one or several runs of the batch at the next positions. The first axis
             contains the rows of the first run, then the rows of the second run, and so on.
     """

@@ -101,7 +101,7 @@ def named(runner: HookedRunner, choice: Choice) -> dict[int, str]:
     try:
         by_layer = names_by_layer(choice.site, points)
     except UnknownNameError:
-        # If points have this name, the error above says why the site is ambiguous.
+        # If there are points with this name, the error of `names_by_layer` explains the ambiguity.
         if any(name.endswith(f".{choice.site}") for name in points):
             raise
         require_points(runner)

@@ -45,7 +45,9 @@ def composition_scores(
         model: a `models.Transformer`, an attached model, or a model of your own with the
             weights that are used; see `LanguageModel`.
         kind: composition through the later head's queries, keys or values.
-        fold, distance: see `qk_circuit`. Q and K need a distance if positions are rotary.
+        fold: whether norms are folded into the weights; see `ov_circuit`.
+        distance: the number of positions from the key to the query. Q and K need a distance if
+            positions are rotary.
         draws: the number of random pairs of heads in the baseline.
         seed: the seed of the random heads.
 
