@@ -1,14 +1,15 @@
 """Everything that users write, which `signatures.txt` records.
 
 These are the signatures of all public names, the attributes and methods of the objects that public
-functions return, and the options of the command line. A change of the record is a change of what
-users write. List it in examples/guides/changes.md, and keep the promise that "Stability" gives
-there. This command writes the file anew:
+functions return, the options of the command line, and the needed versions of libraries. A change of
+the record is a change of what users write. List it in examples/guides/changes.md, and keep the
+promise that "Stability" gives there. This command writes the file anew:
 
     python -m tests.test_signatures
 
 1. `lines` writes each public module, then the classes that users receive but do not import
-   (`returned`), the named unions of types, and the command line.
+   (`returned`), the named unions of types, the command line, the form of results in JSON, and the
+   needed versions.
 2. `members` writes the constructor of a class, its attributes, methods and operators.
 3. `arguments` writes a signature with the types and the values of all defaults.
 """
@@ -21,7 +22,9 @@ import enum
 import functools
 import importlib
 import inspect
+import json
 import textwrap
+import tomllib
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -32,12 +35,14 @@ import torch
 from jaxtyping import Int
 
 from hooks import Mode
+from interp import json_form
 from interp.cli import command
 from models.running.generation import GenerationOptions
 from tests.faces import MODULES, is_ours
 from tests.returned import DETAILS, reached, received, returned
 from tests.written import members_of, type_text, value_text
 
+ROOT = Path(__file__).parent.parent
 RECORD = Path(__file__).with_name("signatures.txt")
 
 OPERATORS = {
@@ -195,6 +200,17 @@ def options_of_commands():
             yield f"    {names}{takes}{choices}{needed}{default}"
 
 
+def needed_versions():
+    """Yield the versions of Python and of libraries that the package and its extras need."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    yield f"  python{project['requires-python']}"
+    yield from (f"  {name}" for name in project["dependencies"])
+    for extra, names in project["optional-dependencies"].items():
+        if extra not in ("dev", "docs"):
+            yield f"  extra {extra}"
+            yield from (f"    {name}" for name in names)
+
+
 def lines():
     """Yield the lines of the record."""
     for module in MODULES:
@@ -222,6 +238,10 @@ def lines():
         yield f"  {path.rpartition('.')[2]} = {type_text(found(path))}"
     yield "commands"
     yield from options_of_commands()
+    yield "JSON form"
+    yield from (f"  {line}" for line in json.dumps(json_form.SCHEMA, indent=2).splitlines())
+    yield "needed versions"
+    yield from needed_versions()
 
 
 def record():
