@@ -27,6 +27,7 @@ from hooks.base import (
     is_rounding,
     library,
     require_integer,
+    require_kind,
     requirement,
     shown,
     storage,
@@ -612,7 +613,7 @@ class Result(plots.Shown):
         )
 
     @explains_calls
-    def top(self, k: int = 10) -> Entries:
+    def top(self, k: int = 10, largest: bool | None = None) -> Entries:
         """Return the `k` places with the largest absolute mean effects, with their 95% intervals.
 
         Places that exist in no example are left out. Places whose mean is NaN come last, and are
@@ -620,19 +621,30 @@ class Result(plots.Shown):
 
         Args:
             k: the number of places. Default: 10.
+            largest: True ranks by the mean effect, the largest first. False ranks by the mean
+                effect, the smallest first, so negative effects come before positive effects.
+                Default: None, the largest absolute value first.
 
         Returns:
             Entries with the labels, the mean effect and the ends of the interval.
 
         Raises:
             ValueError: if `k` is below 1.
+            TypeError: if `largest` is not True, False or None.
 
-        >>> Result(torch.tensor([[1.0, 3.0], [0.0, -1.0]]), ("layer", "example")).top(1)
+        >>> result = Result(torch.tensor([[1.0, 3.0], [0.0, -1.0]]), ("layer", "example"))
+        >>> result.top(1)
         layer 0  +2
+        >>> result.top(1, largest=False)
+        layer 1  -0.5
         """
         require_integer("k", k)
-        size = self.mean().flatten().abs().nan_to_num(nan=-1.0)
-        order = size.argsort(descending=True, stable=True).tolist()
+        require_kind("largest", largest, (bool, type(None)), "True, False or None")
+        means = self.mean().flatten()
+        ranked = means.abs()
+        if largest is not None:
+            ranked = means if largest else -means
+        order = ranked.nan_to_num(nan=-torch.inf).argsort(descending=True, stable=True).tolist()
         return self.places(self.existing(order)[:k])
 
     def places(self, indices: Sequence[int]) -> Entries:

@@ -320,6 +320,22 @@ def test_the_top_places_are_largest_in_absolute_value(result):
     assert result.select(layer=5, head=1).top()[0].where == {}
 
 
+def test_the_top_places_may_be_the_largest_or_the_smallest():
+    effects = torch.tensor([2.0, -5.0, torch.nan, -1.0, 3.0])[:, None].expand(-1, 4)
+    result = Result(effects, ("head", "example"))
+
+    def heads(**options):
+        return [entry.where["head"] for entry in result.top(5, **options)]
+
+    assert heads() == heads(largest=None) == [1, 4, 0, 3, 2]
+    assert heads(largest=True) == [4, 0, 3, 1, 2]
+    assert heads(largest=False) == [1, 3, 0, 4, 2]
+    assert [entry.effect for entry in result.top(2, largest=False)] == [-5, -1]
+    for wrong in ("absolute", -1, 0):
+        with pytest.raises(TypeError, match="largest"):
+            result.top(2, largest=wrong)
+
+
 def test_a_place_with_nan_has_no_mean(result):
     result.values[0, 1, 3] = torch.nan
     low, high = result.interval()
