@@ -247,11 +247,11 @@ class Edit:
 
 
 def _shown(value: Any) -> str:
-    """Return an argument as text: tensors, caches and directions with their sizes only."""
+    """Return an argument as text: no values of tensors, caches and directions."""
     if isinstance(value, Tensor):
         return f"Tensor{list(value.shape)}"
     if isinstance(value, ActivationCache):
-        return f"ActivationCache[{len(value)}]"
+        return "cache"
     if isinstance(value, Selection):
         return repr(value)
     if isinstance(value, Vectors):

@@ -11,6 +11,7 @@ from hooks import Hooks
 from hooks.base import (
     Texts,
     padding_messages,
+    require_kind,
     shown,
     shows_progress,
     without_gradients,
@@ -92,7 +93,8 @@ def activation_patching(
 
     Raises:
         ValueError: if texts, choices or the metric do not fit.
-        TypeError: if `edit` was not made by a function of `interp.edits`.
+        TypeError: if `edit` was not made by a function of `interp.edits`, or `pairs` are texts
+            without a source model.
         UnknownNameError: if the site does not exist or the model lacks it; the error names close
             matches.
         ModeError: if the model is in training mode.
@@ -109,6 +111,13 @@ def activation_patching(
         _check_edit(edit, direction)
         if source is not None:
             raise ValueError("edit and source cannot be used together; got both: leave one out")
+        require_kind(
+            "pairs",
+            pairs,
+            Pairs,
+            "Pairs",
+            call="with an edit, Pairs(texts, metric=cross_entropy(texts)) is enough",
+        )
         about["edit"] = repr(edit)
     two_runs = direction if edit is None else None
     runs = Runs(model, pairs, direction=two_runs, source=source)
@@ -188,8 +197,8 @@ def sweep(
     >>> _, cache = run_with_cache(model, pairs.clean, names="*.mlp_out")
     >>> undone = [{f"blocks.{n}.mlp_out": edits.replace(cache)} for n in (2, 3)]
     >>> sweep(tuned, pairs, undone).top(2)
-    edit 1 'blocks.3.mlp_out: edits.replace(ActivationCache[4])'  +0.3502
-    edit 0 'blocks.2.mlp_out: edits.replace(ActivationCache[4])'  +0.2437
+    edit 1 'blocks.3.mlp_out: edits.replace(cache)'  +0.3502
+    edit 0 'blocks.2.mlp_out: edits.replace(cache)'  +0.2437
     """
     if not isinstance(texts, Pairs):
         texts = Pairs(texts, attention_mask=attention_mask)
@@ -209,7 +218,7 @@ def _descriptions(edits: Sequence[Hooks]) -> list[str]:
     The middle of a long description is left out, unless descriptions would then be equal.
     """
     whole = [*map(_described, edits)]
-    shortened = [text if len(text) <= 60 else f"{text[:30]}...{text[-27:]}" for text in whole]
+    shortened = [text if len(text) <= 70 else f"{text[:35]}...{text[-32:]}" for text in whole]
     return shortened if len({*shortened}) == len({*whole}) else whole
 
 

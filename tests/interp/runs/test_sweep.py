@@ -239,7 +239,7 @@ def test_each_edit_of_a_sweep_has_its_own_words(n_points):
     words = sweep(model, tokens, entries, METRICS["last"]).words["edit"]
     assert [f"head={head})" in word for head, word in enumerate(words)] == [True, True]
     assert len({*words}) == 2
-    assert all(len(word) <= 60 for word in words) == (n_points == 1)
+    assert all(len(word) <= 70 for word in words) == (n_points == 1)
 
 
 def draw_pairs(**options):
@@ -778,13 +778,30 @@ def test_sweeps_without_numbers_are_errors():
     assert not measured
 
 
+def test_texts_with_an_edit_get_the_pairs_in_the_error():
+    with pytest.raises(TypeError, match=r"Pairs\(texts, metric=cross_entropy\(texts\)\)"):
+        activation_patching(variant("pre"), ["a", "b"], "z", edit=edits.zero())
+    with pytest.raises(TypeError, match="answers") as error:
+        activation_patching(variant("pre"), ["a", "b"], "z")
+    assert "cross_entropy" not in str(error.value)
+
+
+def test_a_mean_over_batch_and_positions_is_described_in_full():
+    model, tokens = variant("pre"), some_tokens()
+    _, cache = HookedRunner(model).run_with_cache(some_tokens(8))
+    mean = edits.mean(cache, across=("batch", "pos"), head=1)
+    (word,) = sweep(model, tokens, [{"blocks.1.attn.z": mean}], METRIC).words["edit"]
+    assert word == "blocks.1.attn.z: edits.mean(cache, across=('batch', 'pos'), head=1)"
+
+
 def test_effects_say_what_was_edited():
     def halved(value, point):
         return value / 2
 
-    several = [("blocks.0.mlp_out", edits.zero(pos=1)), ("*.attn_out", edits.scale(0.5))]
+    zero, half = edits.zero(pos=1), edits.scale(0.5, pos=[0, 1])
+    several = [("blocks.0.mlp_out", zero), ("*.attn_out", half)]
     # The middle of a long description is left out.
     swept = sweep(variant("pre"), some_tokens(), [{"embed": halved}, several], METRIC)
-    said = "blocks.0.mlp_out: edits.zero(p....attn_out: edits.scale(0.5)"
+    said = "blocks.0.mlp_out: edits.zero(pos=1)...ut: edits.scale(0.5, pos=[0, 1])"
     assert swept.words == {"edit": ["embed: halved", said]}
     assert {entry.words["edit"] for entry in swept.top(2)} == {"embed: halved", said}
