@@ -92,7 +92,10 @@ class Circuit(plots.Shown):
     ) -> None:
         require_made("graph", graph, Graph)
         if isinstance(edges, str) or not isinstance(edges, Iterable):
-            rule = "edges must be names, such as ['m0->logits'], or a table [writer, reader]"
+            rule = (
+                "edges must be names, such as ['m0->logits'], or a table with a row for each of "
+                "graph.writers and a column for each of graph.readers"
+            )
             raise TypeError(f"{rule}; got {shown(edges)}")
         self.graph = graph
         self.found_on = frozenset(found_on)
@@ -101,7 +104,10 @@ class Circuit(plots.Shown):
         scores = torch.full(shape, torch.nan) if scores is None else scores.detach()
         scores = scores.cpu().double()
         if scores.shape != shape or (isinstance(edges, Tensor) and edges.shape != shape):
-            raise ValueError(f"tables must be [writer, reader], {[*shape]} in this graph")
+            raise ValueError(
+                "tables must have a row for each of graph.writers and a column for each of "
+                f"graph.readers, {[*shape]} in this graph"
+            )
         self.scores = scores.where(graph.allowed, torch.nan)
         if isinstance(edges, Tensor):
             self.kept = edges.cpu() & graph.allowed

@@ -277,12 +277,13 @@ class Graph(HintsAtNames):
         require_kind("an edge", edge, str, "a name, such as 'm0->logits'")
         names = edge.split("->")
         if len(names) != 2:
-            raise ValueError(f"an edge must be 'writer->reader'; got {edge!r}")
+            raise ValueError(f"an edge must be 'source->target', as 'm0->logits'; got {edge!r}")
         writer = self.place("writer", names[0])
         reader = self.place("reader", names[1])
         if not self.allowed[writer, reader]:
             raise ValueError(
-                f"an edge must join a writer to a later reader, and a bias has no edges; got {edge}"
+                "an edge must lead from a node to the input of a later node, and a bias has no "
+                f"edges; got {edge}"
             )
         return writer, reader
 

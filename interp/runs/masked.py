@@ -200,7 +200,8 @@ class MaskedRuns:
         shape = [n_writers, size, n_pos, d_model]
         if [*outputs.shape] not in (shape, [n_writers, 1, n_pos, d_model]):
             raise ValueError(
-                f"source must be [writer, batch, pos, d_model], {shape}; got {[*outputs.shape]}"
+                "source must be the outputs of all graph.writers, [writer, batch, pos, d_model], "
+                f"{shape}; got {[*outputs.shape]}"
             )
         if len(outputs[0]) < size and sides_of_padding(self._text.real)[0]:
             because = "one source for all examples needs all first tokens in one column"
@@ -234,8 +235,9 @@ class MaskedRuns:
         n_pos = self._text.tokens.shape[1]
         if mask.shape not in (shape, (*shape, n_pos)):
             raise ValueError(
-                f"a mask must be [writer, reader], {[*shape]}, with an optional axis of {n_pos} "
-                f"positions; got {[*mask.shape]}"
+                "a mask must be a table with a row for each of graph.writers and a column for each "
+                f"of graph.readers, {[*shape]}, with an optional axis of {n_pos} positions; got "
+                f"{[*mask.shape]}"
             )
         if mask.dtype == torch.bool:
             raise ValueError(

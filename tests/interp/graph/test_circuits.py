@@ -299,9 +299,9 @@ def test_pairs_are_recognised_by_their_real_tokens():
     ("make", "error", "match"),
     [
         (lambda: Circuit(GRAPH, ["input->a0.h9<q>"]), UnknownNameError, "a0.h"),
-        (lambda: Circuit(GRAPH, ["m1->a0.h0<q>"]), ValueError, "later reader"),
+        (lambda: Circuit(GRAPH, ["m1->a0.h0<q>"]), ValueError, "later node"),
         (lambda: Circuit(GRAPH, []).without("m7"), UnknownNameError, "m1"),
-        (lambda: Circuit(GRAPH, torch.ones(2, 3).bool()), ValueError, "writer, reader"),
+        (lambda: Circuit(GRAPH, torch.ones(2, 3).bool()), ValueError, "graph.writers"),
         (
             lambda: Circuit(GRAPH, []) | Circuit(Graph(variant("pre")), []),
             ValueError,

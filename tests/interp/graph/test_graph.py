@@ -140,7 +140,7 @@ def test_masks_replace_every_edge_outside_the_circuit():
         ("a0.1->logits", "a0.h1"),
         ("a2.h1->a1.h1<q>", "later"),
         ("a0.bias->logits", "bias"),
-        ("logits", "writer->reader"),
+        ("logits", "source->target"),
     ],
 )
 def test_wrong_edges_are_refused(edge, error):
