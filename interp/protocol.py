@@ -63,6 +63,7 @@ class LanguageModel(Protocol):
     `added(after(sublayer(norm(stream))))` to the stream. It reads the stream at the point `reads`,
     before or after the output of attention is added; `added` is a point too. A branch may state its
     `kind`: `attn`, `mlp`, or `mixer` for another sublayer that moves information between positions.
+    `interp.graph.sublayers` lists the parts of branches and sublayers with their types.
 
     A mixer, and a `sublayer` of attention without `project`, is one node of a graph, and is called
     as `sublayer(x, context)`. Without `W_O`, it has a tensor `weight`, whose dtype and device are

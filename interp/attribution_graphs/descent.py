@@ -280,8 +280,8 @@ class Descent:
             along = directions / run.at(scale)[:stop, None]
             constants.addmv_(directions.sum(0), frozen.constant)
             constants.addmv_(along.sum(0), frozen.bias)
-        W_O = frozen.after.after(run.like(layer.attention.sublayer.W_O))
-        W_V = run.like(layer.attention.sublayer.W_V)
+        W_O = frozen.after.after(run.like(layer.heads.divided.W_O))
+        W_V = run.like(layer.heads.divided.W_V)
         heads, d_head, _ = W_O.shape
         at_z = (along @ W_O.flatten(0, 1).mT).unflatten(-1, (heads, d_head))
         if self._strengths is not None:

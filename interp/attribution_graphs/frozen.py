@@ -349,11 +349,11 @@ class FrozenRun:
     def _freeze_attention(self, n: int) -> FrozenAttention:
         """Compute `attention`."""
         layer = self.graph.layers[n]
-        attention = layer.attention
+        attention, divided = layer.attention, layer.heads.divided
         added = layer.heads.added
         assert added is not None
         reading = self.reading(attention.norm, attention.reads)
-        W_V, b_V = (self.like(part) for part in (attention.sublayer.W_V, attention.sublayer.b_V))
+        W_V, b_V = (self.like(part) for part in (divided.W_V, divided.b_V))
         after = self._in_our_dtype(linear_part(attention.after, self.inputs.shape[-1]))
         return FrozenAttention(
             reading=reading,
@@ -516,7 +516,7 @@ class FrozenRun:
             norms.append(branch.norm)
             yield branch.reads
         for layer in self.graph.layers:
-            yield layer.attention.sublayer.pattern
+            yield layer.heads.divided.pattern
         for norm in norms:
             if norm is not None and not is_identity(norm):
                 yield from (norm.scale, norm.normalized)
@@ -530,7 +530,7 @@ class FrozenRun:
         """Return the attention pattern of a layer in at least float32, on the device of the
         logits.
         """
-        point = self.graph.layers[layer].attention.sublayer.pattern
+        point = self.graph.layers[layer].heads.divided.pattern
         rows = at_least_float32(self.cache[self.graph.names[point]])
         return to_device(self.branches.joined_pattern(rows), self.logits.device)
 
@@ -559,9 +559,10 @@ class FrozenRun:
         """
         branch = self._mlps[layer]
         names = self.graph.names
+        norm: Any = branch.norm
         known = {names[branch.reads]: None}
-        if not is_identity(branch.norm):
-            known[names[branch.norm.normalized]] = branch.norm
+        if not is_identity(norm):
+            known[names[norm.normalized]] = norm
         wanted = [
             name for name in known if transcoder.dictionary.reads in (name, name.split(".", 2)[-1])
         ]

@@ -1,7 +1,7 @@
 """Gradients at the readers of a graph, propagated back through their norms to the stream."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from einops import rearrange
@@ -41,8 +41,9 @@ def readings_of(graph: Graph) -> Iterator[StreamReaders]:
         branch = sublayer.branch
         at, weight = branch.norm, None
         if sublayer.is_divided:
-            at = branch.sublayer.qkv
-            weight = at.weight.unflatten(0, (-1, branch.sublayer.W_O.shape[1]))
+            at = sublayer.divided.qkv
+            qkv = cast(Tensor, at.weight)
+            weight = qkv.unflatten(0, (-1, sublayer.divided.W_O.shape[1]))
         yield StreamReaders(
             stream=graph.names[branch.reads],
             norm=branch.norm,

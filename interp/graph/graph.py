@@ -39,9 +39,9 @@ from interp.graph.nodes import (
     add_nodes,
     biases_of_heads,
     nodes_of_block,
-    require_branches,
 )
 from interp.graph.norms import is_identity, linear_part
+from interp.graph.sublayers import require_branches
 from interp.inputs.cached import mask_of
 from interp.numbers.precision import like
 from interp.protocol import plain, runner_of

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -11,6 +11,21 @@ from torch import Tensor, nn
 
 from hooks.base import all_to_device, shown, stacked
 from interp.graph.norms import is_identity, linear_part
+from interp.graph.sublayers import (
+    BlockBranch,
+    DividedAttention,
+    SublayerKind,
+    adapter_of,
+    divided_of,
+    has_heads,
+    heads_of,
+    is_divided,
+    kind_of,
+    neurons_of,
+    reads_context,
+    scale_of,
+    weight_of,
+)
 from interp.numbers.precision import like
 from interp.protocol import Adapter
 from interp.results.node import NodeName, node_name
@@ -29,6 +44,11 @@ class Writers(NamedTuple):
         weight: the matrix of each writer that maps its value to its output vector; None if the
             values are vectors. If a norm follows the branch, its gain is multiplied into the
             matrix, and the mean over `d_model` is subtracted if the norm subtracts means.
+
+    >>> z = torch.tensor([[[[1.0, 2.0]]]])  # one head with two numbers, at one position
+    >>> W_O = torch.tensor([[[3.0, 0.0, 0.0], [0.0, 0.0, 5.0]]])
+    >>> Writers([node_name(0, "head", 0)], z, W_O).vectors()
+    tensor([[[[ 3.,  0., 10.]]]])
     """
 
     names: Sequence[NodeName]
@@ -103,7 +123,7 @@ class Added(NamedTuple):
         values: Float[Tensor, "batch pos writer size"],
         scale: Float[Tensor, "batch pos 1"] | None,
     ) -> Iterator[Writers]:
-        """Yield the writers. If `rest` is a name, also yield the biases as a writer with this name.
+        """Yield the heads or the neurons of the branch as writers, and then the sum of its biases.
 
         Args:
             names: the names of the writers.
@@ -126,7 +146,7 @@ class Added(NamedTuple):
         return bool(self.bias.any() or self.constant.any())
 
 
-def added_by(branch: Any, weight: Tensor, bias: Tensor) -> Added:
+def added_by(branch: BlockBranch, weight: Tensor, bias: Tensor) -> Added:
     """Return the factors of a branch's output.
 
     Args:
@@ -137,10 +157,6 @@ def added_by(branch: Any, weight: Tensor, bias: Tensor) -> Added:
     linear = linear_part(branch.after, len(bias))
     bias = linear.after(bias)
     return Added(linear.after(weight), bias, like(linear.bias, bias))
-
-
-SublayerKind = Literal["attn", "mixer", "mlp"]
-"""The kind of a sublayer. A mixer moves information between positions without attention."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +171,7 @@ class Sublayer:
     Attributes:
         n: the number of the block.
         kind: the kind of the sublayer.
-        branch: the branch of the sublayer; see `interp.protocol.LanguageModel`.
+        branch: the branch of the sublayer.
         heads: the indices among the writers, one for each head. A sublayer without heads has one
             index.
         bias: the index of the writer that contains the biases of attention: all that attention adds
@@ -168,7 +184,7 @@ class Sublayer:
 
     n: int
     kind: SublayerKind
-    branch: Any
+    branch: BlockBranch
     heads: slice
     bias: int | None
     readers: tuple[slice, ...]
@@ -179,9 +195,14 @@ class Sublayer:
         return len(self.readers) == 3
 
     @property
+    def divided(self) -> DividedAttention:
+        """The attention of a sublayer that `is_divided`."""
+        return divided_of(self.branch)
+
+    @property
     def has_heads(self) -> bool:
         """True if the heads are separate writers."""
-        return _has_heads(self.branch)
+        return has_heads(self.branch)
 
     @property
     def writers(self) -> range:
@@ -196,7 +217,7 @@ class Sublayer:
     @property
     def scale(self) -> nn.Module | None:
         """The point of the scale that divides the heads; None if there is no norm after them."""
-        return _scale_of(self.branch) if self.has_heads else None
+        return scale_of(self.branch) if self.has_heads else None
 
     @property
     def added(self) -> Added | None:
@@ -206,11 +227,12 @@ class Sublayer:
         """
         if not self.has_heads:
             return None
-        return added_by(self.branch, self.branch.sublayer.W_O, self.branch.sublayer.b_O)
+        heads = heads_of(self.branch)
+        return added_by(self.branch, heads.W_O, heads.b_O)
 
     def points(self) -> Iterator[nn.Module]:
         """Yield the points that contain the outputs of the writers."""
-        yield self.branch.sublayer.z if self.has_heads else self.branch.added
+        yield heads_of(self.branch).z if self.has_heads else self.branch.added
         if self.scale is not None:
             yield self.scale
 
@@ -223,9 +245,8 @@ class Sublayer:
             stream: the stream before the norm.
             context: the other inputs of the block, which an MLP does not read.
         """
-        reads_context = self.kind != "mlp" or getattr(self.branch.sublayer, "reads_context", False)
-        added: Tensor = self.branch(stream, context) if reads_context else self.branch(stream)
-        return added
+        inputs = (stream, context) if reads_context(self.branch, self.kind) else (stream,)
+        return self.branch(*inputs)
 
     def outputs(
         self,
@@ -252,14 +273,14 @@ class Sublayer:
 
     def _heads(self, at: At, added: Added | None, adapters: bool) -> Iterator[Writers]:
         """Yield the heads as writers and, if there is one, the writer of the bias."""
+        attention = heads_of(self.branch)
         n_heads = self.heads.stop - self.heads.start
         heads = [node_name(self.n, "head", head) for head in range(n_heads)]
         scale = None if self.scale is None else at(self.scale)
-        z = at(self.branch.sublayer.z)
+        z = at(attention.z)
         adapter = adapter_of(self.branch) if adapters else None
         if adapter is None:
-            added = added or self.added
-            assert added is not None
+            added = added or added_by(self.branch, attention.W_O, attention.b_O)
             has_rest = self.bias is not None
         else:
             weight, bias = adapter.base()
@@ -275,7 +296,7 @@ class Sublayer:
     def _mlp(self, at: At, neurons: bool, adapters: bool) -> Iterator[Writers]:
         """Yield the MLP, or each of its neurons and its bias."""
         branch = self.branch
-        mlp = branch.sublayer
+        mlp = neurons_of(branch)
         adapter = adapter_of(branch) if adapters else None
         share = None
         if adapter is not None:
@@ -289,7 +310,7 @@ class Sublayer:
             names = [node_name(self.n, "neuron", n) for n in range(hidden.shape[2])]
             weight, bias = (mlp.W_out, mlp.b_out) if adapter is None else adapter.base()
             added = added_by(branch, weight[:, None], bias)
-            scale_point = _scale_of(branch)
+            scale_point = scale_of(branch)
             scale = None if scale_point is None else at(scale_point)
             rest = node_name(self.n, "mlp_bias") if added.has_rest else None
             yield from added.writers(names, rest, values=hidden, scale=scale)
@@ -312,10 +333,7 @@ class Layer:
     @property
     def weight(self) -> Tensor:
         """A weight of the block, which has the block's dtype and device."""
-        first = self.sublayers[0]
-        sublayer = first.branch.sublayer
-        weight: Tensor = sublayer.W_O if first.has_heads else sublayer.weight
-        return weight
+        return weight_of(self.sublayers[0].branch)
 
     @property
     def device(self) -> torch.device:
@@ -339,7 +357,7 @@ class Layer:
         return mixing[0]
 
     @property
-    def attention(self) -> Any:
+    def attention(self) -> BlockBranch:
         """The branch of `heads`."""
         return self.heads.branch
 
@@ -361,14 +379,8 @@ class Layer:
         return mlp not in (None, first) and mlp.branch.reads is first.branch.reads
 
 
-def adapter_of(branch: Any) -> Adapter | None:
-    """Return the adapter of a branch's output map, or None; see `interp.protocol.Adapter`."""
-    adapter: Adapter | None = getattr(branch.sublayer, "adapter", None)
-    return adapter
-
-
 def share_of_adapter(
-    branch: Any, adapter: Adapter, read: Float[Tensor, "batch pos d_in"], at: At
+    branch: BlockBranch, adapter: Adapter, read: Float[Tensor, "batch pos d_in"], at: At
 ) -> Float[Tensor, "batch pos d_model"]:
     """Return the share of an adapter in the output of a branch, in a run.
 
@@ -382,26 +394,10 @@ def share_of_adapter(
         at: a function that returns the value of a point in a run.
     """
     share = adapter.share(read)
-    scale_point = _scale_of(branch)
+    scale_point = scale_of(branch)
     if scale_point is None:
         return share
     return linear_part(branch.after, share.shape[-1]).after(share) / at(scale_point)
-
-
-def _scale_of(branch: Any) -> nn.Module | None:
-    """Return the point of the scale of the norm after a branch; None if there is no norm."""
-    return None if is_identity(branch.after) else branch.after.scale
-
-
-def _has_heads(branch: Any) -> bool:
-    """Return True if a branch has heads whose outputs are known: a point `z` and `W_O`."""
-    return hasattr(branch.sublayer, "W_O")
-
-
-def kind_of(branch: Any, number: int) -> SublayerKind:
-    """Return the kind of a branch. Without a `kind`, the first is attention and others are MLPs."""
-    kind: SublayerKind | None = getattr(branch, "kind", None)
-    return kind or ("mlp" if number else "attn")
 
 
 def biases_of_heads(blocks: Iterable[Any]) -> list[list[bool]]:
@@ -418,8 +414,8 @@ def biases_of_heads(blocks: Iterable[Any]) -> list[list[bool]]:
     flags = []
     for n, branches_of_block in enumerate(branches):
         for number, branch in enumerate(branches_of_block):
-            if _has_heads(branch):
-                bias = branch.sublayer.b_O
+            if has_heads(branch):
+                bias = heads_of(branch).b_O
                 linear = linear_part(branch.after, len(bias))
                 flag = linear.after(bias).any()
                 if not is_identity(branch.after):
@@ -454,6 +450,21 @@ def nodes_of_block(
 
     Returns:
         The nodes of the block as indices, and the time at which the block ends.
+
+    The heads read at the time 0 and write at the time 1. The MLP reads their outputs at the time 1
+    and writes at the time 2:
+
+    >>> from models import load
+    >>> blocks = load("pydoc-4l").blocks
+    >>> writers, readers = {}, {}
+    >>> have_biases = biases_of_heads(blocks)[0]
+    >>> layer, time = nodes_of_block(0, blocks[0], have_biases, writers, readers, time=0)
+    >>> writers
+    {'a0.h0': 1, 'a0.h1': 1, 'a0.h2': 1, 'a0.h3': 1, 'a0.bias': 1, 'm0': 2}
+    >>> [name for name, time in readers.items() if time == 1], time
+    (['m0'], 2)
+    >>> [(sublayer.kind, sublayer.writers, sublayer.reads) for sublayer in layer.sublayers]
+    [('attn', range(0, 5), slice(0, 12, None)), ('mlp', range(5, 6), slice(12, 13, None))]
     """
     sublayers: list[Sublayer] = []
     for number, branch in enumerate(block.branches):
@@ -476,17 +487,17 @@ def nodes_of_block(
 def _nodes_of_branch(
     n: int,
     kind: SublayerKind,
-    branch: Any,
+    branch: BlockBranch,
     has_bias: bool,
     writers: dict[NodeName, int],
     readers: dict[NodeName, int],
     time: int,
 ) -> Sublayer:
     """Add the nodes of a sublayer to the nodes of a graph; see `nodes_of_block`."""
-    sublayer = branch.sublayer
     reads: tuple[slice, ...]
-    if hasattr(sublayer, "project"):
-        weights = (("q", sublayer.W_Q), ("k", sublayer.W_K), ("v", sublayer.W_V))
+    if is_divided(branch):
+        divided = divided_of(branch)
+        weights = (("q", divided.W_Q), ("k", divided.W_K), ("v", divided.W_V))
         slices = []
         for part, weight in weights:
             names = [node_name(n, part, head) for head in range(len(weight))]
@@ -495,31 +506,14 @@ def _nodes_of_branch(
     else:
         reads = (add_nodes(readers, time, [node_name(n, kind)]),)
     bias = None
-    if _has_heads(branch):
-        heads = [node_name(n, "head", head) for head in range(len(sublayer.W_O))]
+    if has_heads(branch):
+        heads = [node_name(n, "head", head) for head in range(len(heads_of(branch).W_O))]
         written = add_nodes(writers, time + 1, heads)
         if has_bias:
             bias = add_nodes(writers, time + 1, [node_name(n, "attn_bias")]).start
     else:
         written = add_nodes(writers, time + 1, [node_name(n, kind)])
     return Sublayer(n, kind, branch=branch, heads=written, bias=bias, readers=reads)
-
-
-def require_branches(blocks: nn.ModuleList) -> None:
-    """Raise an error if blocks have no branches, or if their stream is not a sum of outputs."""
-    for block in blocks:
-        if not hasattr(block, "branches"):
-            raise TypeError(
-                f"a graph needs blocks with branches; got a {type(block).__name__} without "
-                "branches "
-                "(models.from_hf returns a model with branches)"
-            )
-        if any(branch.joined for branch in block.branches):  # type: ignore[union-attr]
-            raise ValueError(
-                "norm_place must be 'pre', 'output' or 'sandwich' for a graph; got 'post', where "
-                "the stream is "
-                "not the sum of the outputs of the writers"
-            )
 
 
 def as_names(names: str | Iterable[str], what: str) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ class BlockScores:
     ) -> None:
         attention = layer.attention
         stream, context = all_to_device((stream, context), layer.device)
-        self._attn = attention.sublayer
+        self._attn = layer.heads.divided
         self._context = context
         x_q, x_k, self._x_v = self._attn.project(attention.norm(stream))
         values = self._run(x_q, x_k)

@@ -156,8 +156,8 @@ def _require_unedited(
         CacheError: if the outputs are different, because the head was edited in the run.
     """
     layer, number = head
-    attention = parts.graph.layers[layer].attention
-    in_run = parts.at(parts.graph.names[attention.sublayer.z])[:, :, number]
+    attention = parts.graph.layers[layer].heads.divided
+    in_run = parts.at(parts.graph.names[attention.z])[:, :, number]
     v = scores.v[:, :, scores.part("k", number)[1]]
     at_query = asked.weights["q"]
     now = torch.einsum("bij,bi,bje->be", scores.pattern[:, number], at_query, v)

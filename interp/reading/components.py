@@ -27,8 +27,9 @@ from hooks.base import (
     to_device,
 )
 from interp.graph.graph import Graph
-from interp.graph.nodes import At, Sublayer, Writers, adapter_of
+from interp.graph.nodes import At, Sublayer, Writers
 from interp.graph.norms import LinearPart, is_identity, linear_part
+from interp.graph.sublayers import adapter_of, scale_of
 from interp.inputs.cached import mask_of
 from interp.kinds import require_cache
 from interp.protocol import plain
@@ -205,9 +206,11 @@ class ResidualComponents:
             values = torch.cat([values, self.at(f"{mlp}.shared")[:, :, None]], 2)
             names.append(node_name(part.n, "shared"))
         linear = linear_part(branch.after, outputs.shape[-1])
-        values = linear.after(values * branch.sublayer.factor)
-        if not is_identity(branch.after):
-            values = values / self.at(self.graph.names[branch.after.scale])[..., None]
+        experts: Any = branch.sublayer
+        values = linear.after(values * experts.factor)
+        scale = scale_of(branch)
+        if scale is not None:
+            values = values / self.at(self.graph.names[scale])[..., None]
         added = self.at(self.graph.names[branch.added])
         if not is_rounding(values.sum(2) + linear.bias, added, self.dtype).all():
             raise ValueError(

@@ -17,7 +17,7 @@ from hooks.base import (
     without_gradients,
 )
 from interp import plots
-from interp.graph.nodes import kind_of
+from interp.graph.sublayers import kind_of
 from interp.json_form import Table, form
 from interp.numbers.precision import like
 from interp.reading.components import ResidualComponents

@@ -368,7 +368,7 @@ def _stream_after(
             stream, reads = after, branch.reads
         if sublayer.is_divided:
             q, k, v = streams.projected(sublayer, stream)
-            added = branch.finished(branch.sublayer.mix(q, k, v, context))
+            added = branch.finished(sublayer.divided.mix(q, k, v, context))
         else:
             added = sublayer.output(streams.of(sublayer.reads, stream)[0], context)
         after = after + added
@@ -435,7 +435,7 @@ class _Streams:
             sublayer: divided attention.
             stream: the plain stream before the sublayer.
         """
-        attn = sublayer.branch.sublayer
+        attn = sublayer.divided
         # Compute all streams at once, because reading the differences takes most of the time.
         streams = self.of(sublayer.reads, stream)
         normed = sublayer.branch.norm(streams.flatten(0, 1))

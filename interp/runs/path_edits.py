@@ -28,6 +28,7 @@ from hooks.shared import Session
 from interp import edits
 from interp.graph.graph import Graph
 from interp.graph.nodes import Sublayer
+from interp.graph.sublayers import BlockBranch
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.results.result import Result
 from interp.runs.models import Source, source_graph_of
@@ -141,16 +142,16 @@ class PathEdits:
         branch = sublayer.branch
         if not sublayer.is_divided:
             return sublayer.output(self.input_of(branch, moved), context)
-        projections = [projection.clone() for projection in self.projected(branch)]
-        changed = self.projected(branch, moved)
+        projections = [projection.clone() for projection in self.projected(sublayer)]
+        changed = self.projected(sublayer, moved)
         for part, readers in enumerate(sublayer.readers):
             if readers.start <= reader < readers.stop:
                 head = (slice(None), slice(None), reader - readers.start)
                 projections[part][head] = changed[part][head]
-        mixed: Tensor = branch.finished(branch.sublayer.mix(*projections, context))
-        return mixed
+        q, k, v = projections
+        return branch.finished(sublayer.divided.mix(q, k, v, context))
 
-    def input_of(self, branch: Any, moved: Tensor | None = None) -> Tensor:
+    def input_of(self, branch: BlockBranch, moved: Tensor | None = None) -> Tensor:
         """Return the input stream of a branch plus `moved`.
 
         Args:
@@ -159,14 +160,17 @@ class PathEdits:
         """
         return self._sum(branch.reads, moved)
 
-    def projected(self, attention: Any, moved: Tensor | None = None) -> tuple[Tensor, ...]:
+    def projected(
+        self, sublayer: Sublayer, moved: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the queries, keys and values of the input stream plus `moved`.
 
         Args:
-            attention: the attention of a block.
+            sublayer: divided attention.
             moved: the change of the stream. Default: no change.
         """
-        return attention.sublayer.project(attention.norm(self.input_of(attention, moved)))
+        branch = sublayer.branch
+        return sublayer.divided.project(branch.norm(self.input_of(branch, moved)))
 
     def _sum(self, point: nn.Module, moved: Tensor | None) -> Tensor:
         """Return the value of a point plus `moved`."""
@@ -225,7 +229,7 @@ class PathEdits:
             receivers: the indices of all receivers among the readers.
             context: the other inputs of the block.
         """
-        attn = sublayer.branch.sublayer
+        attn = sublayer.divided
         heads: dict[str, list[int]] = {}
         for part, readers in zip("qkv", sublayer.readers, strict=True):
             indices = range(readers.start, readers.stop)
@@ -236,7 +240,7 @@ class PathEdits:
         with Session() as session:
             for part in heads:
                 session.after(getattr(attn, part), partial(values.__setitem__, part))
-            attn.mix(*self.projected(sublayer.branch, moved), context)
+            attn.mix(*self.projected(sublayer, moved), context)
         changes: dict[str, edits.Edit] = {}
         for part, heads_of_part in heads.items():
             if heads_of_part:
