@@ -175,9 +175,10 @@ def next_token_loss(
     tokens: Texts,
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
 ) -> Float[Tensor, "batch pos-1"]:
-    """Return the cross-entropy of each next token, in nats.
+    """Return the cross-entropy of each next token, in nats, and NaN at padding: use `nanmean`.
 
-    The value is NaN if the token or the token before it is padding. `nanmean` ignores these values.
+    The value is NaN if the token or the token before it is padding. So the `mean` over padded texts
+    is NaN too.
 
     Args:
         logits: the logits of the next token at each position, or the output of a model of
@@ -200,6 +201,9 @@ def next_token_loss(
     >>> logits = torch.zeros(1, 3, 8)  # eight tokens, equally likely
     >>> next_token_loss(logits, torch.tensor([[5, 0, 7]])).exp()
     tensor([[8., 8.]])
+    >>> padded = next_token_loss(logits, torch.tensor([[5, 0, 7]]), torch.tensor([[1, 1, 0]]))
+    >>> padded.mean(), padded.nanmean().exp()
+    (tensor(nan), tensor(8.))
     """
     text = _text_read(tokens)
     if attention_mask is not None:
