@@ -108,10 +108,10 @@ def _matching(
 
 
 def _require_layer(part: str, names: Iterable[str]) -> None:
-    """Check that only the number of the layer in a name or a glob is not wrong.
+    """Raise a special error if a name or a glob is right except for the number of the layer.
 
     Raises:
-        UnknownNameError: if the same name exists in other layers. The error gives the layers.
+        UnknownNameError: if the same name exists in other layers. The error contains these layers.
     """
     layer = layer_of(part)
     others = [] if layer is None else _glob(LAYER.sub("[0-9]*", part, count=1), names)

@@ -311,7 +311,11 @@ class FrozenRun:
         return {n: counts[n] for n in self.transcoders}
 
     def padded_features(self, layer: int, stop: int) -> PaddedFeatures:
-        """Return the active features of a layer at the positions before `stop`."""
+        """Return the active features of a layer at the positions before `stop`, in padded groups.
+
+        Positions with similar numbers of features form a group, in which all positions have the
+        same number of slots (`PaddedFeatures`).
+        """
         if (layer, stop) not in self._padded:
             self._padded[layer, stop] = self._pad(layer, stop)
         return self._padded[layer, stop]

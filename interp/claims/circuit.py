@@ -208,7 +208,7 @@ class _Shares(CircuitRuns):
     """Runs of circuits on some pairs, and their shares of the behaviour.
 
     Args:
-        trial: the material of the verification.
+        trial: the model and the pairs of the verification.
         pairs: the pairs.
         circuit: the circuit of the claim.
         source: see `run_circuit`. Default: the other text of each pair.

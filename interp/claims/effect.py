@@ -214,7 +214,7 @@ class _Replaced:
     """Runs of fresh pairs in which the value of a head or feature is replaced.
 
     Args:
-        trial: the material of the verification.
+        trial: the model and the pairs of the verification.
         axis: `head` or `feature`.
         direction: `noising` edits the clean run, `denoising` the corrupted run.
     """

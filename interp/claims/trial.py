@@ -229,7 +229,7 @@ def signed(
     """Return the test that a change of the metric has the promised size and sign.
 
     Args:
-        trial: the material of the verification.
+        trial: the model and the pairs of the verification.
         name: the name of the test.
         values: the changes, which become shares of the behaviour.
         promised: the promised share. If it is negative, the share is at most this number.

@@ -216,7 +216,7 @@ def auroc_interval(
     Args:
         values: the AUROC of each fold.
         counts: the mean number of different texts in a fold, for each kind.
-        confidence: see `interval`.
+        confidence: the share of intervals that contain the true mean, between 0 and 1.
 
     Raises:
         ValueError: if confidence is not between 0 and 1.

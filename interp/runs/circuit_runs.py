@@ -72,10 +72,12 @@ class CircuitRuns(MaskedRuns):
         return self.runs.per_example(self.metric(circuit))
 
     def shares(self, values: Tensor, axis: str, labels: Iterable[object]) -> Result:
-        """Return differences of the metric as shares of `whole - none`.
+        """Return differences of the metric, divided by the mean of `whole - none`.
 
         Args:
-            values, axis, labels: see `effects`.
+            values: the differences, [axis, example].
+            axis: the name of the first axis.
+            labels: the labels of the first axis.
         """
         return finished(self.effects(values, axis, labels), as_shares)
 

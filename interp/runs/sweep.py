@@ -110,7 +110,8 @@ def _edit_in_prompts(edit: Edit, columns: list[list[int]], n_columns: int) -> Ed
 
     Args:
         edit: the edit.
-        columns, n_columns: see `_counted_in_prompts`.
+        columns: the columns of the tokens of each row's prompt.
+        n_columns: the number of columns of a row.
     """
     where = {}
     source = edit.source

@@ -399,7 +399,7 @@ def _reader_of(answer: Answer, is_reply: bool) -> Callable[[str], Any]:
     """Return a function from a text to its answer.
 
     Args:
-        answer: see `resampled`.
+        answer: a regular expression, or a function from a text to its answer; see `resampled`.
         is_reply: whether the text is the reply to a question, whose first match is the answer. The
             last match of any other text is the answer.
 
@@ -443,7 +443,9 @@ def _same_meaning(
         runner: the runner of the model.
         steps: the text and its steps.
         rollouts: the continuations from the beginning of each step of the answer, and after it.
-        similar, threshold: see `resampled`.
+        similar: a function of a step and a rewritten step that returns whether both mean the same.
+            Default: the cosine of their vectors is above the threshold.
+        threshold: the cosine above which two steps mean the same. Default: the median.
     """
     rows = []
     for number, of_step in enumerate(rollouts[:-1], steps.first_answer):
@@ -504,7 +506,8 @@ def _table(
         steps: the text and its steps.
         rollouts: the continuations from the beginning of each step of the answer, and after it.
         same: whether each rewritten step means the same as the step.
-        smoothing, seed: see `resampled`.
+        smoothing: the number that is added to the count of each answer.
+        seed: the seed of bootstrap draws.
         about: the facts of the result.
     """
     labels = range(steps.first_answer, len(steps))

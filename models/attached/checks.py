@@ -318,7 +318,9 @@ def _reordered(logits: Tensor, point: object) -> Tensor:
 
 
 def _check_attention(wiring: Wiring) -> None:
-    """Remove `scores` and `pattern` if attention has terms that `AttentionPoints` lacks.
+    """Remove the points `scores` and `pattern` if attention adds unknown numbers to its scores.
+
+    `AttentionPoints` computes scores and pattern itself, and would leave out these numbers.
 
     Raises:
         AttachError: if the logits are still different after the points were removed.
