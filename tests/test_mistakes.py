@@ -389,6 +389,9 @@ models.causal_mask('a')                                         | ValueError | w
 models.causal_mask(-1)                                          | ValueError | -1
 effects.dims                                                    | AttributeError | result.axes
 effects.top(3, abs=True)                                        | TypeError | abs=; places are sorted
+effects.top(3, signed=True)                                     | TypeError | signed=; use largest=True, or largest=False
+effects.min()                                                   | AttributeError | result.top.1, largest=False
+effects.argmax()                                                | AttributeError | result.top.1, largest=True
 effects.mean('example')                                         | TypeError | result.values.mean
 effects.mean(axis='layer')                                      | TypeError | axis=; .*values.mean
 effects.select(layer=-1)                                        | ValueError | got -1; counted from the end, this is 3
