@@ -59,7 +59,7 @@ def classes_in(kind, owner):
         except NameError:
             return
     if inspect.isclass(kind) and not typing.get_args(kind):
-        if is_ours(kind) and not kind.__name__.startswith("_"):
+        if is_ours(kind):
             yield kind
     elif typing.get_origin(kind) is not typing.Literal:
         for part in typing.get_args(kind):

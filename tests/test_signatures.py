@@ -28,7 +28,7 @@ import tomllib
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Optional, ParamSpec, Unpack
 
 import pytest
 import torch
@@ -348,6 +348,13 @@ def test_the_record_of_a_class_has_its_fields_factories_and_operators(monkeypatc
         "    __len__(self) -> int",
     ]
     assert [*constructor(Part), *members(Part)] == ["    __init__(self, width = 3)", "    width"]
+
+
+def test_names_inside_types_are_recorded_as_they_are_written():
+    parameters = ParamSpec("P")
+    assert type_text(Optional["Part"]) == "Part | None"
+    assert type_text(parameters.args) == type_text(parameters.kwargs) == "P"
+    assert type_text(Callable[parameters, "Part"]) == "Callable[P, Part]"
 
 
 def test_the_members_of_a_union_are_sorted_or_have_the_name_of_the_union():

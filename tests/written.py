@@ -80,8 +80,6 @@ def one_type_text(kind, named):
         return kind
     if isinstance(kind, typing.ForwardRef):
         return kind.__forward_arg__
-    if isinstance(kind, (typing.ParamSpecArgs, typing.ParamSpecKwargs)):
-        return kind.__origin__.__name__
     # The classes of jaxtyping, such as Float[Tensor, "batch pos"].
     if hasattr(kind, "dim_str"):
         return f'{kind.dtype.__name__}[{type_text(kind.array_type, named)}, "{kind.dim_str}"]'

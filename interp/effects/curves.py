@@ -30,7 +30,9 @@ SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 class Area(NamedTuple):
     """An area under a curve, with its 95% interval over examples.
 
-    For a single example, the ends of the interval are NaN and are not printed.
+    Attributes:
+        value: the area.
+        low, high: the ends of the interval. For a single example, they are NaN and are not printed.
 
     >>> Area(0.25, 0.125, 0.5), Area(0.25, float("nan"), float("nan"))
     (0.250  [0.125, 0.500], 0.250)

@@ -35,7 +35,12 @@ _ANGLES = 2**16
 
 
 class Interval(NamedTuple):
-    """The two ends of a confidence interval, in the unit of the effects."""
+    """The two ends of a confidence interval, in the unit of the effects.
+
+    Attributes:
+        low: the smaller end.
+        high: the larger end.
+    """
 
     low: Float[Tensor, "*axes"]
     high: Float[Tensor, "*axes"]

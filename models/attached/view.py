@@ -85,6 +85,7 @@ class PlainView(nn.Module):
 
     Attributes:
         config: its sizes.
+        tokenizer: the tokenizer of the attached model, or None.
         blocks: the blocks, with branches as in `models.Transformer`.
         is_scaled: whether blocks multiply the stream by numbers. The view's stream is then the
             model's stream times `entering` before the first block, and equal to it after the last.
