@@ -197,8 +197,6 @@ def _hint_for(kind: type, name: str) -> str:
 class HintsAtNames:
     """A class whose objects name our equivalent in the error for a missing attribute."""
 
-    __slots__ = ()
-
     # A type checker that sees `__getattr__` accepts every attribute, so the method is hidden.
     if not TYPE_CHECKING:
 

@@ -85,8 +85,6 @@ class Entries(HintsAtNames, tuple[Entry, ...]):
     head 10  NaN, not ranked
     """
 
-    __slots__ = ()
-
     def __repr__(self) -> str:
         width = max((len(entry.name) for entry in self), default=0)
         lines = []
