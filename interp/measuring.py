@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,9 +20,10 @@ from hooks.base import (
     padding_messages,
     require_kind,
     shown,
+    to_device,
     writer_of,
 )
-from interp.inputs.token_positions import Mask, Position, last_real, require_clear_words
+from interp.inputs.token_positions import Mask, Position, last_real, require_clear_words, short
 from interp.numbers.precision import has_nan
 
 Metric = Callable[[Float[Tensor, "batch pos vocab"]], Shaped[Tensor, " batch"]]
@@ -32,7 +33,8 @@ For example, `lambda logits: logits[:, -1].logsumexp(-1)` is a number for each e
 
 If the function has an attribute `last`, it reads that many of the last real positions. Analyses
 then compute only the logits of these positions, and call the function with logits [batch, last,
-vocab]. Without the attribute, or if it is 0, they call the function with all positions. An
+vocab]. Without the attribute, or if it is 0, they call the function with all positions. If texts
+are padded on the right, `logits[:, -1]` is then padding, and an error says to set `last`. An
 attribute `unit` names the unit; see `unit_of`. If the function contains data of single examples, a
 method `rows(numbers)` returns the metric of some examples; `Pairs[...]` and `over_examples` call
 it.
@@ -121,6 +123,9 @@ class TokenMetric:
         write: the function that returns the text of each token; None to print numbers of tokens.
         made_by: the call that makes the metric again. None for the metric of the answers of pairs,
             because the pairs make it again.
+        masks: a function that returns the masks of the texts that the metric belongs to, if some
+            texts are padded. A call with the logits of whole texts and without a mask uses them.
+            None if the metric is not from pairs.
     """
 
     call: str
@@ -132,6 +137,7 @@ class TokenMetric:
     call_in_words: Callable[[Writer], str] | None = None
     write: Writer | None = None
     made_by: MetricCall | None = None
+    masks: Callable[[], Sequence[Tensor]] | None = None
 
     def rows(self, numbers: Int[Tensor, " row"]) -> "TokenMetric":
         """Return the metric of some examples."""
@@ -157,18 +163,21 @@ class TokenMetric:
             logits: the logits of whole texts, or of the `last` real positions; or the output of a
                 model of `transformers`, which contains the logits.
             attention_mask: the mask of the texts. Logits of whole padded texts need the mask.
+                Default: the mask of the texts of the pairs, if the metric is from pairs.
 
         Raises:
             TypeError: if the logits are not a tensor.
-            ValueError: if the logits are not [batch, pos, vocab].
+            ValueError: if the logits are not [batch, pos, vocab], or the mask contains other
+                numbers than 0 and 1.
         """
         scores = logits_in(logits)
         require_kind("logits", scores, Tensor, "a tensor [batch, pos, vocab]", _LOGITS_HINT)
         if scores.ndim != 3:
             rule = "logits must be [batch, pos, vocab], of whole texts"
             raise ValueError(f"{rule}; got {shown(scores)}; {_LOGITS_HINT}")
-        if attention_mask is not None:
-            scores = last_real(scores, self.last, attention_mask)
+        mask = mask_of_logits(self, scores, attention_mask)
+        if mask is not None:
+            scores = last_real(scores, self.last, mask)
         return self.function(scores)
 
     def __repr__(self) -> str:
@@ -326,16 +335,54 @@ def has_batched_runs(metric: Metric) -> bool:
     return isinstance(metric, TokenMetric)
 
 
+def mask_of_logits(
+    metric: Metric,
+    logits: Float[Tensor, "batch pos vocab"],
+    attention_mask: Shaped[Tensor, "_batch _column"] | None,
+) -> Shaped[Tensor, "_batch _column"] | None:
+    """Return the mask of the texts of some logits: the given mask, or else the mask of the metric.
+
+    Args:
+        metric: a metric. Only a metric of pairs has masks; see `TokenMetric.masks`.
+        logits: the logits. If they are only the last real positions, no mask is needed.
+        attention_mask: the mask that the caller gives; None for the mask of the metric.
+
+    Raises:
+        ValueError: if the given mask contains other numbers than 0 and 1, or if no mask is given
+            and both texts of the pairs have masks of the shape of the logits.
+    """
+    if attention_mask is not None:
+        is_binary = (attention_mask == 0) | (attention_mask == 1)
+        if attention_mask.dtype != torch.bool and not is_binary.all():
+            numbers = attention_mask[~is_binary].unique().tolist()
+            raise ValueError(padding_messages.mask_numbers("attention_mask", short(numbers)))
+        return attention_mask
+    if not isinstance(metric, TokenMetric) or metric.masks is None:
+        return None
+    if metric.last in (0, logits.shape[1]):
+        return None
+    masks = [mask for mask in metric.masks() if mask.shape == logits.shape[:2]]
+    if len(masks) > 1:
+        raise ValueError(padding_messages.two_masks())
+    return masks[0] if masks else None
+
+
 def metric_of_examples(
-    metric: Metric, logits: Float[Tensor, "rows pos vocab"], batch: int
+    metric: Metric,
+    logits: Float[Tensor, "rows pos vocab"],
+    batch: int,
+    attention_mask: Shaped[Tensor, "_batch _column"] | None = None,
 ) -> Float[Tensor, " batch"]:
     """Return the metric of each example, after a check for NaN.
 
     Args:
         metric, logits, batch: see `per_example`.
+        attention_mask: the mask of the texts. A function of the user must then return the same
+            numbers if the logits at padding change. Default: no check.
 
     Raises:
-        ValueError: as for `per_example`, or if the metric of an example is NaN.
+        ValueError: as for `per_example`, if the metric of an example is NaN, or if a function of
+            the user reads the logits at padding.
     """
     values = per_example(metric, logits, batch)
     if has_nan(values):
@@ -343,7 +390,32 @@ def metric_of_examples(
         raise ValueError(
             f"a metric must return numbers; got NaN for example {example} from {metric!r}"
         )
+    if attention_mask is not None and not isinstance(metric, TokenMetric):
+        _require_no_padding_read(metric, logits, values, attention_mask)
     return values
+
+
+def _require_no_padding_read(
+    metric: Metric,
+    logits: Float[Tensor, "rows pos vocab"],
+    values: Float[Tensor, " batch"],
+    attention_mask: Shaped[Tensor, "_batch _column"],
+) -> None:
+    """Check that the values of a metric stay the same if the logits at padding change.
+
+    Logits of some positions, or of a classifier, are not checked.
+
+    Raises:
+        ValueError: if the values change.
+    """
+    if logits.shape[:2] != attention_mask.shape or attention_mask.bool().all():
+        return
+    real = to_device(attention_mask.bool(), logits.device)[..., None]
+    with torch.no_grad():
+        changed = torch.where(real, logits, logits.roll(1, -1))
+        others = per_example(metric, changed, len(values))
+    if not torch.allclose(others, values.detach(), equal_nan=True):
+        raise ValueError(padding_messages.metric_reads_padding(metric))
 
 
 @explains_calls
@@ -364,7 +436,8 @@ def measure(
             example.
         logits: the logits of the model for whole texts, or the output of a model of `transformers`.
         attention_mask: True or 1 at real tokens, [batch, pos]; or a `Text` or the output of a
-            tokenizer of `transformers`, which contain the mask. Default: no padding.
+            tokenizer of `transformers`, which contain the mask. Default: the mask of the texts of
+            the pairs, if the metric is from pairs (`pairs.metric`); otherwise no padding.
         model: the model whose tokenizer reads the words of the metric, such as `" Mary"`; a model
             of `transformers` must be attached. Default: None, for a metric without words. The
             logits do not tell which word a text ends with, so write the space before a new word.
@@ -375,7 +448,9 @@ def measure(
 
     Raises:
         ValueError: if the metric does not return one number for each example, if it returns NaN, if
-            it reads padding, or if it was created without the mask of padded texts. If the metric
+            it reads padding, or if it was created without the mask of padded texts. If the mask
+            contains other numbers than 0 and 1, or is missing for pairs whose texts have different
+            padding. If the metric
             contains words, and no model is given; or if a word without a space before it could be
             a new word or the rest of a word.
         TypeError: if the arguments are not a metric and logits, in this order.
@@ -404,9 +479,9 @@ def measure(
     if isinstance(metric, WordedMetric) and model is not None:
         metric = metric.read_alone(model)
     # Read the mask once: each look at a mask on a device waits for the device.
-    mask = None if padding is None else padding.cpu()
+    mask = mask_of_logits(metric, whole, None if padding is None else padding.cpu())
     logits_read = last_real(whole, last_of(metric, mask), mask)
-    return metric_of_examples(metric, logits_read, len(whole))
+    return metric_of_examples(metric, logits_read, len(whole), mask)
 
 
 def _mask_in(texts: Any) -> Any:

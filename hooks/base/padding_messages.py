@@ -63,6 +63,27 @@ def mask_numbers(name: str, given: object) -> str:
     return f"{name} must be 1 at keys that queries may see, and 0 at padding; got {given}"
 
 
+def metric_reads_padding(metric: object) -> str:
+    """Return the message for a function of the user whose result depends on logits at padding.
+
+    Args:
+        metric: the function.
+    """
+    return (
+        f"a metric must not read the logits at padding; got {metric!r}, whose values depend on "
+        "them: if it reads logits[:, -1], set metric.last = 1, and it gets the last real token of "
+        "each text; otherwise leave out padding"
+    )
+
+
+def two_masks() -> str:
+    """Return the message for a metric of pairs without a mask, if their texts have two masks."""
+    return (
+        "attention_mask must be given, because the clean and the corrupted texts of the pairs have "
+        "different padding; got None: pass pairs.text or pairs.other, the texts of the logits"
+    )
+
+
 def mask_changed() -> str:
     """Return the message for a mask that differs from the mask of the cached tokens.
 

@@ -45,6 +45,15 @@ class Interval(NamedTuple):
     low: Float[Tensor, "*axes"]
     high: Float[Tensor, "*axes"]
 
+    def __repr__(self) -> str:
+        """Return both ends or, if there is no interval, the reason."""
+        if self.low.isnan().all() and self.high.isnan().all():
+            return (
+                f"Interval {[*self.low.shape]}: NaN, because an interval needs at least three "
+                "different texts (four for shares)"
+            )
+        return f"Interval(low={self.low}, high={self.high})"
+
 
 def interval_text(low: float, high: float, form: str = "+.4g") -> str:
     """Return an interval as text, after a space. If there is no interval, return an empty string.

@@ -23,6 +23,7 @@ from hooks.base import (
     is_batch,
     number_of_texts,
     padding_messages,
+    real_of,
     refuse,
     require_choice,
     require_rows,
@@ -37,6 +38,7 @@ from interp.inputs.token_positions import Tokens, as_positions, last_real, short
 from interp.json_form import Table, form
 from interp.measuring import (
     Metric,
+    TokenMetric,
     Writer,
     in_words,
     last_of,
@@ -395,7 +397,24 @@ class Pairs(plots.Shown, metaclass=HintedClass):
                 metric = logit_diff(right, wrong, pos=pos)
             else:
                 metric = log_prob(self.answers, pos=pos)
-        return in_words(metric, self._write)
+        metric = in_words(metric, self._write)
+        is_padded = self.is_read and any(
+            text.of_logits.attention_mask is not None
+            for text in filter(None, (self.text, self.other))
+        )
+        if is_padded and isinstance(metric, TokenMetric):
+            metric = replace(metric, masks=self._masks)
+        return metric
+
+    def _masks(self) -> list[Tensor]:
+        """Return the different masks of the clean and the corrupted texts."""
+        masks: list[Tensor] = []
+        for pair_text in filter(None, (self.text, self.other)):
+            text = pair_text.of_logits
+            mask = real_of(text.mask_on_cpu(), text.tokens.shape[:2])
+            if not any(torch.equal(mask, other) for other in masks):
+                masks.append(mask)
+        return masks
 
     def _listed_pos(self) -> int | list[int]:
         """Return the position of the answers as an integer or a list."""
@@ -483,13 +502,14 @@ class Pairs(plots.Shown, metaclass=HintedClass):
         runner_of(model)
         last = last_of(metric, rows.text.of_logits.attention_mask)
         n_rows = max(1, _TOKENS_AT_ONCE // rows.text.tokens.shape[1])
+        mask = rows.text.of_logits.mask_on_cpu()
         logits = []
         for start in range(0, len(rows), n_rows):
             text = rows.text.rows(slice(start, start + n_rows))
             output = model(text.tokens, **text.arguments(model))
             logits.append(last_real(logits_of(output), last, text.of_logits.attention_mask))
         values = summed_by_example(
-            metric_of_examples(metric, torch.cat(logits), len(rows)), len(pairs)
+            metric_of_examples(metric, torch.cat(logits), len(rows), mask), len(pairs)
         )
         if not (values > 0).any():
             raise ValueError(

@@ -26,6 +26,7 @@ from hooks.base import (
     is_cancelled,
     is_rounding,
     library,
+    number_of,
     require_integer,
     require_kind,
     requirement,
@@ -56,6 +57,11 @@ _FORMAT = "hookscope-result-2"
 _TUPLES = ("axes", "bounds", "counts", "groups")
 _LARGEST_SHARE = 10
 _SHARES = "shares of target - base"
+_TEXTS_OF_RUNS = {
+    "denoising": (" (corrupted texts)", " (clean texts)"),
+    "noising": (" (clean texts)", " (corrupted texts)"),
+}
+"""The texts of the base run and of the target run, by the direction of patching."""
 
 # `help` prints these names instead of the types.
 LabelsByAxis = Mapping[str, Sequence[Any]]
@@ -455,13 +461,13 @@ class Result(plots.Shown):
                 `m`.
 
         Returns:
-            The result with the two axes in the place of the axis of nodes. All other nodes are left
-            out. No values are added up; `.by("layer").sum("part")` is the sum of each layer. Values
-            are NaN for a node that is missing in a layer.
+            The result with the two axes in the place of the axis of nodes. No values are added up;
+            `.by("layer").sum("part")` is the sum of each layer. Values are NaN for a node that is
+            missing in a layer.
 
-            With `layer`, the nodes outside of the layers are left out, such as `embed` and
-            `ln_final.bias`. So the sum over all layers is not the sum over all nodes. `about` and
-            the printed result name the nodes that were left out.
+            All other nodes are left out: with `layer`, the nodes outside of the layers, such as
+            `embed` and `ln_final.bias`. So the sum over the result is not the sum over all nodes.
+            `about` and the printed result say which nodes were left out.
 
         Raises:
             UnknownNameError: if `what` is unknown.
@@ -475,6 +481,8 @@ class Result(plots.Shown):
         >>> result.by("head").mean()
         tensor([[1., 2.],
                 [3., 4.]])
+        >>> result.by("head").about["left out"]
+        'embed, 2 mlps'
         >>> result.by("layer").select(part="m").mean()
         tensor([5., 6.])
         >>> result.by("layer").about["left out"]
@@ -502,11 +510,10 @@ class Result(plots.Shown):
             # No axis of nodes has padding, so the two new axes have the size 1.
             exists = exists.unsqueeze(dim)
         about = dict(self.about)
-        if what == "layer":
-            in_layers = {*index_of.values()}
-            nodes = enumerate(self.labels[axis])
-            left_out = [str(node) for n, node in nodes if n not in in_layers]
-            about |= {"left out": ", ".join(left_out)} if left_out else {}
+        kept = {*index_of.values()}
+        left_out = [node for n, node in enumerate(self.labels[axis]) if n not in kept]
+        if left_out:
+            about["left out"] = _nodes_in_words(left_out)
         labels = {**self.labels, "layer": layers, part_axis: parts}
         words = {**self.words}
         labels.pop(axis, None)
@@ -838,14 +845,28 @@ class Result(plots.Shown):
         for name, fact in without_hashes(self.about).items():
             facts.append(f"{name}: {fact if isinstance(fact, str) else reprlib.repr(fact)}")
         runs = []
-        for name, metrics in (("base", self.base), ("target", self.target)):
-            if metrics is not None:
-                runs.append(f"{name} {metrics.mean().item():+.4g}")
+        texts = _TEXTS_OF_RUNS.get(self.about.get("direction", ""), ("", ""))
+        metrics = (self.base, self.target)
+        for name, text, metric in zip(("base", "target"), texts, metrics, strict=True):
+            if metric is not None:
+                runs.append(f"{name} {metric.mean().item():+.4g}{text}")
         lines = [", ".join(facts), ", ".join(runs), *repr(self.top(3)).splitlines()]
         unit = f", in {self.unit}" if self.unit else ""
         if self.unit == _SHARES:
             unit += " (0: base run, 1: target run)"
         return "\n  ".join([title + unit, *filter(None, lines)])
+
+
+def _nodes_in_words(nodes: Sequence[Any]) -> str:
+    """Return the names of nodes outside of the layers, and the numbers of nodes inside by kind."""
+    names = []
+    counts: dict[str, int] = {}
+    for node in nodes:
+        if isinstance(node, NodeName) and node.layer is not None:
+            counts[node.kind] = counts.get(node.kind, 0) + 1
+        else:
+            names.append(str(node))
+    return ", ".join([*names, *(number_of(count, kind) for kind, count in counts.items())])
 
 
 def shares_of(result: Result, per_example: bool = False) -> Result:

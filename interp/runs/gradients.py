@@ -85,7 +85,7 @@ class Gradients:
             logits = last_real(logits_of(output), last_of(metric, mask), mask)
             if logits.requires_grad:
                 logits.register_hook(self._router.record_steepest)
-            metrics = metric_of_examples(metric, logits, len(logits))
+            metrics = metric_of_examples(metric, logits, len(logits), mask)
             self._total = metrics.sum()
         if not self._total.requires_grad:
             raise ValueError(

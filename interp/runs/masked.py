@@ -178,7 +178,8 @@ class MaskedRuns:
         batch = Batch(self._text, metric)
         stream = batch.read(self._run(circuit, lambda stream: stream))
         with torch.set_grad_enabled(stream.requires_grad):
-            return metric_of_examples(metric, self._model.unembed(stream), len(stream))
+            logits = self._model.unembed(stream)
+            return metric_of_examples(metric, logits, len(stream), batch.mask)
 
     def _checked(self, source: CircuitSource) -> Tensor | str:
         """Check a source, and return it: `pair`, `zero`, or a tensor of the writers' outputs.

@@ -88,6 +88,7 @@ class Batch:
 
     Attributes:
         text, tokens: the texts.
+        mask: the mask of the texts whose logits the metric reads, on the CPU; None without padding.
         columns: the positions that the metric reads, Int[batch last]; None for all.
         axes: for each edited module, the axis along which its value has a row for each text; None
             if there is no such axis.
@@ -98,9 +99,9 @@ class Batch:
         self.tokens = text.tokens
         self._pieces = dict[int | None, Piece]()
         size, n_pos = text.of_logits.tokens.shape[:2]
-        mask = text.of_logits.mask_on_cpu()
-        last = last_of(metric, mask)
-        self.columns = columns_of_last(last, n_pos, size, mask) if last else None
+        self.mask = text.of_logits.mask_on_cpu()
+        last = last_of(metric, self.mask)
+        self.columns = columns_of_last(last, n_pos, size, self.mask) if last else None
         self.metric = metric
         self.axes: dict[nn.Module, int | None] = {}
 

@@ -146,7 +146,7 @@ def _measured(
             job.pos = min((_first(edited, n_pos) for edited in job.edits), default=0)
     is_alone = runs_alone(model)
     unedited = Unedited(runner, batch, jobs)
-    base = metric_of_examples(batch.metric, unedited.logits, size)
+    base = metric_of_examples(batch.metric, unedited.logits, size, batch.mask)
     if max_bytes is None:
         max_bytes = bytes_together(unedited.logits.device, on_cpu=_BYTES)
     runs: Resumed | WholeRuns

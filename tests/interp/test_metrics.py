@@ -12,11 +12,14 @@ from interp import (
     Pairs,
     accuracy,
     activation_patching,
+    attribution_patching,
     cross_entropy,
+    edits,
     kl_divergence,
     log_prob,
     logit_diff,
     rank,
+    sweep,
 )
 from interp.inputs.token_positions import last_real
 from interp.measuring import last_of, measure, metric_of_examples, per_run
@@ -313,6 +316,53 @@ def test_padding_that_a_metric_was_not_told_of_is_refused(logits):
         measure(make(logits, attention_mask=LEFT), logits, LEFT)
         measure(make(logits), logits, torch.ones_like(LEFT))
     assert not measure(kl_divergence(logits, 3), logits, LEFT).any()
+
+
+@pytest.mark.parametrize("wrong", [torch.tensor([[7, 1, 4], [1, 1, 0]]), torch.full((2, 3), 0.5)])
+def test_tokens_are_not_a_mask(wrong):
+    logits = torch.randn(2, 3, 5)
+    for call in (functools.partial(measure, log_prob(3)), log_prob(3)):
+        with pytest.raises(ValueError, match="attention_mask must be 1 .*, and 0 at padding"):
+            call(logits, wrong)
+
+
+def last_column(logits):
+    return logits[:, -1, 2]
+
+
+def mean_of_real(logits):
+    return (logits[..., 2] * torch.tensor([[1, 1, 1], [1, 1, 0]])).sum(1)
+
+
+def test_a_function_that_reads_logits_at_padding_is_refused():
+    logits, mask = torch.randn(2, 3, 5), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    with pytest.raises(ValueError, match=r"set metric\.last = 1"):
+        measure(last_column, logits, mask)
+    torch.testing.assert_close(measure(last_column, logits), logits[:, -1, 2])
+    torch.testing.assert_close(measure(last_column, logits, mask.flip(1)), logits[:, -1, 2])
+    by_hand = torch.stack([logits[0, :, 2].sum(), logits[1, :2, 2].sum()])
+    torch.testing.assert_close(measure(mean_of_real, logits, mask), by_hand)
+
+    def told(logits):
+        return logits[:, -1, 2]
+
+    told.last = 1
+    values = measure(told, logits, mask)
+    torch.testing.assert_close(values, torch.stack([logits[0, 2, 2], logits[1, 1, 2]]))
+
+
+@pytest.mark.parametrize("analysis", ["activation_patching", "attribution_patching", "sweep"])
+def test_analyses_refuse_a_function_that_reads_logits_at_padding(analysis):
+    model = pydoc()
+    texts = ["def __ini", "import"]
+    pairs = Pairs(texts, texts, metric=last_column)
+    calls = {
+        "activation_patching": lambda: activation_patching(model, pairs, "resid_post", ("layer",)),
+        "attribution_patching": lambda: attribution_patching(model, pairs, "z"),
+        "sweep": lambda: sweep(model, texts, [{"blocks.1.mlp_out": edits.zero()}], last_column),
+    }
+    with pytest.raises(ValueError, match=r"set metric\.last = 1"):
+        calls[analysis]()
 
 
 def test_a_metric_prints_as_its_call():

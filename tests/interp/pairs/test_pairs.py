@@ -373,3 +373,33 @@ def test_rows_that_two_axes_may_have_are_refused_and_not_guessed():
     for ask in (lambda: pairs[1:], lambda: pairs.text.repeated(2), lambda: pairs.text.rows([0])):
         with pytest.raises(ValueError, match=r"position_ids.*\[3, 3, 3\]"):
             ask()
+
+
+PADDED = (torch.tensor([[3, 1, 4, 2], [5, 2, 0, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]))
+LOGITS = torch.arange(2 * 4 * 7).view(2, 4, 7).double().sin()
+BY_HAND = torch.tensor([LOGITS[0, 3, 2] - LOGITS[0, 3, 5], LOGITS[1, 1, 6] - LOGITS[1, 1, 1]])
+"""The logit differences of the tokens (2, 5) and (6, 1), at the last real token of each text."""
+
+
+def test_the_metric_of_padded_pairs_knows_their_mask():
+    tokens, mask = PADDED
+    pairs = Pairs(tokens, tokens + 1, torch.tensor([[2, 5], [6, 1]]), attention_mask=mask)
+    for values in (measure(pairs.metric, LOGITS), pairs.metric(LOGITS)):
+        torch.testing.assert_close(values, BY_HAND)
+    # A given mask replaces the mask of the pairs, and logits of one position need no mask.
+    torch.testing.assert_close(measure(pairs.metric, LOGITS, mask), BY_HAND)
+    last = LOGITS[torch.arange(2), torch.tensor([3, 1])][:, None]
+    torch.testing.assert_close(pairs.metric(last), BY_HAND)
+
+
+def test_a_metric_of_two_masks_needs_the_mask_of_its_logits():
+    tokens, mask = PADDED
+    other = dict(input_ids=tokens, attention_mask=mask.flip(0))
+    spans = {"first": [[0], [0]]}
+    clean = dict(input_ids=tokens, attention_mask=mask)
+    pairs = Pairs(clean, other, torch.tensor([[2, 5], [6, 1]]), spans=spans)
+    with pytest.raises(ValueError, match=r"pass pairs\.text or pairs\.other"):
+        measure(pairs.metric, LOGITS)
+    torch.testing.assert_close(measure(pairs.metric, LOGITS, pairs.text), BY_HAND)
+    expected = torch.stack([LOGITS[0, 1, 2] - LOGITS[0, 1, 5], LOGITS[1, 3, 6] - LOGITS[1, 3, 1]])
+    torch.testing.assert_close(measure(pairs.metric, LOGITS, pairs.other), expected)

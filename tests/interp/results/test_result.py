@@ -550,6 +550,27 @@ def test_questions_that_make_no_sense(result):
         replace(result, target=None).normalized()
 
 
+@pytest.mark.parametrize(
+    ("direction", "runs"),
+    [
+        ("denoising", "base +1.5 (corrupted texts), target +4 (clean texts)"),
+        ("noising", "base +1.5 (clean texts), target +4 (corrupted texts)"),
+        (None, "base +1.5, target +4"),
+    ],
+)
+def test_the_print_says_which_texts_are_the_base(direction, runs):
+    base, target = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])
+    about = {} if direction is None else {"direction": direction}
+    result = Result(torch.ones(3, 2), ("head", "example"), base, target, about=about)
+    assert repr(result).splitlines()[-4].strip() == runs
+
+
+def test_the_print_of_an_interval_says_why_it_is_nan():
+    few, enough = (Result(torch.rand(3, n), ("head", "example")) for n in (2, 3))
+    assert repr(few.interval()).startswith("Interval [3]: NaN, because an interval needs at least")
+    assert repr(enough.interval()).startswith("Interval(low=tensor([")
+
+
 def test_labels_by_pattern():
     names = ["embed", "a0.h1", "a0.h12", "m0", "a1.h1", "what?"]
     values = torch.arange(12.0).view(6, 2)
@@ -612,7 +633,7 @@ def test_nodes_as_axes(tmp_path):
     assert torch.equal(parts.select(layer=2, part="a.bias").values, values[:, 5])
     assert parts.about["left out"] == "embed"
     assert "left out: embed" in repr(parts)
-    assert "left out" not in heads.about
+    assert heads.about["left out"] == "embed, 1 mlp, 1 attn_bias, 2 neurons"
     assert "left out" not in result.select(node=names[1:]).by("layer").about
     assert torch.equal(result.by("neuron").values, values[:, None, 6:])
     result.save(tmp_path / "nodes")
