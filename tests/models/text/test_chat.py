@@ -191,7 +191,7 @@ def test_spans_are_named_in_directions_and_pairs():
     with pytest.raises(UnknownNameError, match="assistant"):
         difference_of_means(model, Contrast(yes, no, pos="asistant"))
     with pytest.raises(UnknownNameError):
-        Pairs(yes, no, spans=["tool"]).read_by(model)
+        Pairs(no, no, spans=["tool"]).read_by(model)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 16])
