@@ -10,7 +10,7 @@ from torch import Tensor
 
 from interp.plots.figure import Axes, Figure, Picture
 from interp.plots.parts import facts_of, headline
-from interp.plots.view import Arrow, plotted_axes
+from interp.plots.view import Arrow, least_limit, plotted_axes
 
 AxisLabels = Mapping[str, Sequence[Any]]
 """For the name of each axis, in order, a label for each index."""
@@ -42,8 +42,7 @@ def effects(result: Any, facet: str | None = None) -> Figure:
     if len(axes) == 1:
         low, high = result.interval()
         return bars(means, low, high=high, labels=labels, unit=unit, title=title)
-    base, target = result.base, result.target
-    reach = 0.0 if base is None or target is None else (target - base).mean().abs().item()
+    reach = least_limit(result, means)
     if facet is None:
         return heat_maps(means[None], labels, names=[""], unit=unit, title=title, reach=reach)
     names = [f"{facet} {label}" for label in _labels_with_words(result, facet)]

@@ -18,7 +18,7 @@ from interp.plots.parts import (
     headline,
     thinned,
 )
-from interp.plots.view import View, plotted_axes, visible_title
+from interp.plots.view import View, least_limit, plotted_axes, visible_title
 
 # The largest numbers that a browser draws without a pause.
 _MOST_BARS = 60
@@ -85,7 +85,6 @@ def _heat_maps(
         return by_facet[:n_drawn, -rows:, -columns:]
 
     tables = drawn(means)
-    gap = None if result.base is None or result.target is None else result.target - result.base
     down, across = (
         axis_part(axis, result.labels[axis], words=result.words.get(axis), most=MOST_COLUMNS)
         for axis in axes
@@ -97,7 +96,7 @@ def _heat_maps(
         columns=across,
         unit=result.unit,
         facets=[f"{facet} {label}" for label in result.labels[facet][:n_drawn]] if facet else [],
-        least=0.0 if gap is None else abs(gap.mean().item()),
+        least=least_limit(result, means),
         from_end=axes[-1] in ("pos", "key", "query"),
         written=True,
         more={"95 % from": drawn(low), "95 % to": drawn(high)} if has_intervals else {},

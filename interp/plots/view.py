@@ -34,6 +34,10 @@ BUDGET = 2_000_000
 FIGURES = (".png", ".pdf", ".svg")
 """The suffixes of matplotlib figures."""
 
+_VISIBLE = 0.1
+"""An effect is visible on a colour scale if it is at least this share of the end of the scale."""
+_SMALL = 0.005
+"""If the largest effect is below this share of target - base, all effects count as small."""
 _EIGHT_BITS = "Numbers are rounded to 254 steps, because exact ones would exceed 2 MB."
 # The largest number of characters of a token that are shown.
 _LONGEST = 80
@@ -283,6 +287,22 @@ def limit_of(values: Tensor, least: float = 0.0) -> float:
     known = values[values.isfinite()].abs()
     largest = max(known.max().item() if len(known) else 0.0, least)
     return largest if largest > 0 and math.isfinite(largest) else 1.0
+
+
+def least_limit(result: Any, means: Tensor) -> float:
+    """Return a number that the colour scale of effects includes: the size of target - base.
+
+    Small effects then look small. But effects from 0.5 % to 10 % of target - base would look like
+    small effects too, so the number is 0 for them, and also if the result has no target.
+
+    Args:
+        result: the result.
+        means: its means, which are drawn.
+    """
+    if result.base is None or result.target is None:
+        return 0.0
+    gap = abs((result.target - result.base).mean().item())
+    return 0.0 if _SMALL * gap <= limit_of(means) < _VISIBLE * gap else gap
 
 
 def plotted_axes(axes: Sequence[str], facet: str | None) -> list[str]:

@@ -704,10 +704,15 @@ class Result(plots.Shown):
     def plot(self, facet: str | None = None) -> "Figure":
         """Plot the mean effects: a heat map for two axes, or bars with 95% intervals for one axis.
 
-        White is 0. If target and base exist, the range of colours includes at least their
-        difference. It includes values below 0 only if a mean is below 0. The title of normalized
-        patching effects is a sentence, such as "Share of the logit difference restored, by head";
-        other titles list the facts in `about`. This needs the extra `plots`.
+        White is 0. If target and base exist, the range of colours includes their difference, so
+        that small effects look small. It does not if the largest effect is between 0.5 % and 10 %
+        of the difference, because all effects would be white. The range includes values below 0
+        only if a mean is below 0. The title of normalized patching effects is a sentence, such as
+        "Share of the logit difference restored, by head"; other titles list the facts in `about`.
+        This needs the extra `plots`.
+
+        The result is a figure of matplotlib, which you can change: `figure.suptitle("Heads")`, or
+        `figure.axes[0].images[0].set_clim(-1, 1)` for the range of colours.
 
         Args:
             facet: for three axes, the axis with a heat map for each label.

@@ -484,6 +484,20 @@ def test_heat_maps_have_a_table_for_each_label_of_the_facet():
     assert not plots.effects(result.select(pos=0)).parts[0]["from_end"]
 
 
+@pytest.mark.parametrize(("largest", "limit"), [(0.5, 4.0), (0.3, 0.3), (0.03, 0.03), (0.01, 4.0)])
+def test_small_effects_are_not_drawn_as_white(largest, limit):
+    """The colours include target - base, 4, unless the largest effect is 0.5 % to 10 % of it."""
+    values = largest * torch.tensor([[0.1, -0.2, 0.0], [0.05, 1.0, -0.1]])[..., None].expand(
+        2, 3, 5
+    )
+    base, target = torch.full((5,), 3.0), torch.full((5,), -1.0)
+    result = Result(values, ("layer", "head", "example"), base, target)
+    assert plots.effects(result).parts[0]["limit"] == pytest.approx(limit)
+    pytest.importorskip("matplotlib", reason="needs the extra plots")
+    image = result.plot().axes[0].images[0]
+    assert image.get_clim() == pytest.approx((-limit, limit))
+
+
 def test_cards_of_features():
     example = FeatureExample([HOSTILE[0], "a", "b"], [0.5, 2.0, 0.0], 1)
     card = FeatureCard(
