@@ -380,7 +380,8 @@ class ModelChange(plots.Shown):
         names = [*self.outside_layers[:_NAMES_SHOWN]]
         if n_more := len(self.outside_layers) - len(names):
             names.append(f"… {n_more} more")
-        return f"  changed weights outside the layers: {', '.join(names) or 'none'}"
+        all_names = " (all changed weights: .weights.changed)" if names else ""
+        return f"  changed weights outside the layers: {', '.join(names) or 'none'}{all_names}"
 
     def __repr__(self) -> str:
         n_texts = len(self._rows)
@@ -403,6 +404,8 @@ class ModelChange(plots.Shown):
             lines.append(f"  the controls on the next text need {needed}")
         if controls["random"].values.isnan().all():
             lines.append("  the control 'random' is missing, because the base has no `unembed`")
+        elif self.kl.values.nan_to_num().any() and not self.stream.values.nan_to_num().any():
+            lines.append("  the control 'random' says nothing, because the streams are equal")
         return "\n".join(filter(None, lines))
 
 

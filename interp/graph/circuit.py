@@ -3,7 +3,7 @@
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -370,7 +370,17 @@ class Circuit(plots.Shown):
             lines.append(f"    … {number_of(len(edges) - len(rows), 'more edge')}: list(circuit)")
         meaning = "the effect of replacing each edge (negative if the edge helps)"
         heading = "edges" if math.isnan(edges[0][1]) else f"edges, with {meaning}"
-        return [f"  {heading}:", *lines]
+        return [f"  {heading}:", *lines, *self._shared_heads_in_words([name for name, _ in rows])]
+
+    def _shared_heads_in_words(self, edges: Sequence[str]) -> list[str]:
+        """Return a line that explains the first reader of edges that several heads share."""
+        for edge in edges:
+            reader = edge.split("->")[1]
+            heads = self.graph.query_heads_of(reader)
+            if len(heads) > 1:
+                listed = f"{', '.join(map(str, heads[:-1]))} and {heads[-1]}"
+                return [f"  <k> and <v> count key heads: query heads {listed} share {reader}"]
+        return []
 
 
 def largest(

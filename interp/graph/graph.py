@@ -9,6 +9,7 @@ the nodes of a block among writers and readers, and `Graph.all_writers` yields t
 writer.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
@@ -245,6 +246,26 @@ class Graph(HintsAtNames):
             for writer, reader in self.allowed.nonzero().tolist()
         )
 
+    def query_heads_of(self, reader: str) -> list[int]:
+        """Return the query heads that share a reader of keys or values, such as `a0.h1<k>`.
+
+        The number in the name of the reader is the number of the key head. If each query head has
+        its own keys, the result is the head itself. For other readers, the list is empty.
+
+        >>> from models import load
+        >>> Graph(load("pydoc-4l")).query_heads_of("a2.h1<v>")
+        [1]
+        """
+        node = self.readers[self.place("reader", reader)]
+        if node.kind not in ("k", "v") or node.number is None:
+            return []
+        counts = {"q": 0, node.kind: 0}
+        for other in self.readers:
+            if other.layer == node.layer and other.kind in counts:
+                counts[other.kind] += 1
+        n_sharing = counts["q"] // counts[node.kind]
+        return [*range(node.number * n_sharing, (node.number + 1) * n_sharing)]
+
     def place(self, kind: Literal["writer", "reader"], name: str) -> int:
         """Return the index of a node among the writers or the readers.
 
@@ -264,8 +285,21 @@ class Graph(HintsAtNames):
                 head = f"a{name[0]}.h{name[1]}"
                 parts = [head] if kind == "writer" else [f"{head}<{part}>" for part in "qkv"]
                 example += f"; of this head {', '.join(parts)}"
+            if kind == "reader" and (shared := self._reader_of_query_head(name)):
+                example += f"; this query head shares {shared} with other heads"
             raise unknown_name(name, known, f"{kind} of this graph (such as {example})")
         return known[name]
+
+    def _reader_of_query_head(self, name: Any) -> str | None:
+        """Return the shared reader of a name with the number of a query head; None if none fits."""
+        found = re.fullmatch(r"a(\d+)\.h(\d+)<([kv])>", name) if isinstance(name, str) else None
+        if found is None:
+            return None
+        layer, head, kind = int(found[1]), int(found[2]), found[3]
+        for reader in self.readers:
+            if (reader.layer, reader.kind) == (layer, kind) and head in self.query_heads_of(reader):
+                return str(reader)
+        return None
 
     def index(self, edge: str) -> tuple[int, int]:
         """Return the indices of the writer and the reader of an edge.

@@ -189,7 +189,9 @@ def test_an_unembedding_that_is_tied_in_one_model_is_compared(kind, tuned_is_tie
     tuned, base = (tied, untied) if tuned_is_tied else (untied, tied)
     change = compare_models(tuned, base, tokens)
     assert change.outside_layers == (unembedding,)
-    assert f"changed weights outside the layers: {unembedding}" in repr(change)
+    outside = f"changed weights outside the layers: {unembedding} (all changed weights: .weights"
+    assert outside in repr(change)
+    assert "the control 'random' says nothing, because the streams are equal" in repr(change)
     assert change.weights.changed == [unembedding]
     # The change is a quarter of the smaller weight, and a fifth of the larger one.
     assert change.weights[unembedding].relative == pytest.approx(0.2 if tuned_is_tied else 0.25)

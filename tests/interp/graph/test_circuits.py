@@ -382,7 +382,8 @@ def test_edges_without_scores_are_listed_in_their_order():
     start = lines.index("  edges:") + 1
     assert [line.strip() for line in lines[start : start + 20]] == [*circuit][:20]
     assert lines[start + 20].split()[:2] == ["…", f"{len(EDGES) - 20}"]
-    assert len(lines) == start + 21
+    assert lines[start + 21].endswith("share a0.h0<k>"), "the last line explains shared keys"
+    assert len(lines) == start + 22
 
 
 def test_long_lists_of_layers_and_heads_are_cut():
@@ -447,3 +448,21 @@ def test_the_part_of_a_head_is_written_on_its_arrow():
             curve = arrow.get_transform().transform_path(arrow.get_path()).interpolated(400)
             gaps += [math.dist(at, place) for place in curve.vertices]
         assert min(gaps) < 2
+
+
+def test_readers_of_shared_keys_say_which_query_heads_share_them():
+    """Four query heads and two key heads: key head 1 belongs to the query heads 2 and 3."""
+    grouped = Graph(variant("pre", n_layers=2, n_heads=4, n_kv_heads=2, d_head=4))
+    assert grouped.query_heads_of("a1.h0<k>") == [0, 1]
+    assert grouped.query_heads_of("a1.h1<v>") == [2, 3]
+    assert grouped.query_heads_of("a1.h3<q>") == grouped.query_heads_of("m0") == []
+    with pytest.raises(UnknownNameError, match=r"this query head shares a1\.h1<v> with"):
+        grouped.query_heads_of("a1.h3<v>")
+    edges = ["input->a0.h1<q>", "input->a0.h0<k>", "a0.h1->logits"]
+    assert "query heads 0 and 1 share a0.h0<k>" in repr(Circuit(grouped, edges))
+    single = Graph(variant("pre", n_layers=2, n_heads=4, n_kv_heads=4, d_head=4))
+    assert single.query_heads_of("a1.h3<v>") == [3]
+    assert "share" not in repr(Circuit(single, edges))
+    with pytest.raises(UnknownNameError) as caught:
+        single.query_heads_of("a1.h4<v>")
+    assert "shares" not in str(caught.value)
