@@ -35,6 +35,7 @@ class Attention(AttentionWeights, Component):
         config: sizes and choices.
         layer: the index of the block.
 
+    >>> import torch
     >>> from models.dot_product import causal_mask
     >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4)
     >>> attention, x = Attention(config), torch.randn(1, 3, 4)
