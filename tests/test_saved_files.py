@@ -1,8 +1,9 @@
 """Files that an earlier version saved can be read; "Stability" in the list of changes promises it.
 
-The folder `saved` contains a file of each kind that `load` reads. All numbers in the files are
-below. After the release of 0.1.0, no file is written anew: if the format of new files changes, the
-old file stays, and a file of the new format gets another name. This command writes missing files:
+The folder `saved` contains a file of each kind that `load` reads, also of each kind of claim. All
+numbers in the files are below. After the release of 0.1.0, no file is written anew: if the format
+of new files changes, the old file stays, and a file of the new format gets another name. This
+command writes missing files:
 
     python -m tests.test_saved_files
 """
@@ -85,6 +86,22 @@ def claim():
     return Claim.circuit(model, pairs, Circuit(Graph(model), EDGES), "two edges", name="numbers")
 
 
+def claim_of(kind):
+    """Return a claim of another kind: `effect`, `direction` or `variable`."""
+    model = model_of_numbers()
+    pairs = Pairs([[1, 2], [3, 4]], [[2, 2], [4, 4]], [[5, 6], [6, 5]])
+    if kind == "effect":
+        return Claim.effect(model, pairs, "head 0 matters", head=(0, 0), matters=0.25)
+    if kind == "variable":
+        options = dict(k=1, pos=-2, accuracy=0.75, epochs=4, rate=0.5)
+        return Claim.variable(model, pairs, "a column", point="blocks.0.resid_post", **options)
+    vectors = {"blocks.0.resid_post": torch.tensor([3.0, 4.0])}
+    texts = dict(yes=[[1, 2]], no=[[3, 4]], others=[[5, 6]])
+    numbers = dict(moves=0.5, strength=2.0, cost=0.125)
+    found = Direction(vectors, about={"by": "hand"})
+    return Claim.direction(model, pairs, found, "it moves", **texts, **numbers)
+
+
 CACHED = {"embed": numbers(1, 2, 3), "blocks.0.attn.z": numbers(1, 2, 2, 2)}
 AXES = {"embed": ("batch", "pos", "d_model"), "blocks.0.attn.z": ("batch", "pos", "head", "d_head")}
 LENS = {"weight": numbers(1, 2, 2), "bias": numbers(1, 2), "config_hash": "a hash"}
@@ -94,6 +111,9 @@ WRITERS = {
     "cards": lambda path: FeatureCards([FeatureCard(7, 0.5, top=[("a", 2.0)])]).save(path),
     "circuit.safetensors": lambda path: Circuit(Graph(model_of_numbers()), EDGES).save(path),
     "claim.json": lambda path: claim().save(path),
+    "claim_direction.json": lambda path: claim_of("direction").save(path),
+    "claim_effect.json": lambda path: claim_of("effect").save(path),
+    "claim_variable.json": lambda path: claim_of("variable").save(path),
     "direction.safetensors": lambda path: direction().save(path),
     "graph.json": lambda path: graph_of_links().save(path),
     "jacobian_lens.safetensors": lambda path: JacobianLens(
@@ -218,6 +238,22 @@ def test_a_saved_claim_can_be_read_and_verified():
     first = claim.verify(model_of_numbers()).tests[0]
     # The hashes in the file are the hashes of the model.
     assert (first.name, first.status) == ("same model", "holds")
+
+
+@pytest.mark.parametrize("kind", ["direction", "effect", "variable"])
+def test_a_saved_claim_of_each_other_kind_can_be_read(kind):
+    claim = Claim.load(SAVED / f"claim_{kind}.json")
+    content = claim.content
+    if kind == "effect":
+        assert (claim.says, content.matters) == ("head 0 matters", 0.25)
+    elif kind == "variable":
+        read = (content.point, content.k, content.pos, content.accuracy, content.epochs)
+        assert read == ("blocks.0.resid_post", 1, -2, 0.75, 4)
+        assert content.rate == 0.5
+    else:
+        assert [*content.vectors["blocks.0.resid_post"]] == [3, 4]
+        assert (content.moves, content.strength, content.cost) == (0.5, 2, 0.125)
+    assert claim.verify(model_of_numbers()).tests[0].status == "holds"
 
 
 def test_a_saved_store_can_be_read_and_continued(tmp_path):

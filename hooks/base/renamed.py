@@ -68,6 +68,11 @@ def renamed_keywords(until: str, **names: str) -> Callable[[Callable[P, R]], Cal
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        if isinstance(function, type):
+            # The result would be a function, and `isinstance` of the class would fail.
+            raise TypeError(
+                f"renamed_keywords needs a function; decorate {function.__name__}.__init__"
+            )
         called = getattr(function, "__qualname__", "the function").rpartition("<locals>.")[2]
 
         @functools.wraps(function)

@@ -140,3 +140,8 @@ def test_an_old_attribute_works_and_warns():
     value, (warning,) = warnings_of(lambda: Circle().size)
     assert value == 3
     assert str(warning.message).startswith("Circle.size is now Circle.radius; ")
+
+
+def test_a_class_is_not_decorated():
+    with pytest.raises(TypeError, match=r"decorate Circle\.__init__"):
+        renamed_keywords("0.3", size="radius")(Circle)
