@@ -181,7 +181,8 @@ class InterchangeRuns:
                 choices, wanted = self._choices(logits, rows)
                 right.append(_is_largest(choices, wanted))
         read = torch.cat(outputs)
-        values = self.runs.per_example(metric_of_examples(metric, read, n_rows))
+        mask = self.runs.text.of_logits.mask_on_cpu()
+        values = self.runs.per_example(metric_of_examples(metric, read, n_rows, mask))
         if greedy is not None:
             return values, greedy(read).to(values)
         if pairs.continuations is not None:

@@ -21,6 +21,7 @@ from interp import (
     rank,
     sweep,
 )
+from interp.alignment import align
 from interp.inputs.token_positions import last_real
 from interp.measuring import last_of, measure, metric_of_examples, per_run
 from tests.shipped import pydoc
@@ -351,12 +352,22 @@ def test_a_function_that_reads_logits_at_padding_is_refused():
     torch.testing.assert_close(values, torch.stack([logits[0, 2, 2], logits[1, 1, 2]]))
 
 
-@pytest.mark.parametrize("analysis", ["activation_patching", "attribution_patching", "sweep"])
+@pytest.mark.parametrize(
+    "analysis", ["activation_patching", "align", "attribution_patching", "sweep"]
+)
 def test_analyses_refuse_a_function_that_reads_logits_at_padding(analysis):
     model = pydoc()
     texts = ["def __ini", "import"]
     pairs = Pairs(texts, texts, metric=last_column)
+    tokens = torch.tensor([[3, 4], [5, 6]])
+    read = Pairs(texts, texts).read_by(model)
+    given = dict(attention_mask=read.text.attention_mask, metric=last_column)
+    answered = Pairs(read.clean, read.clean.roll(1, 1), tokens, **given)
+    fresh = Pairs(read.clean.roll(2, 1), read.clean, tokens, **given)
     calls = {
+        "align": lambda: align(
+            model, answered, "blocks.1.resid_post", k=1, test=fresh, epochs=1, progress=False
+        ),
         "activation_patching": lambda: activation_patching(model, pairs, "resid_post", ("layer",)),
         "attribution_patching": lambda: attribution_patching(model, pairs, "z"),
         "sweep": lambda: sweep(model, texts, [{"blocks.1.mlp_out": edits.zero()}], last_column),
