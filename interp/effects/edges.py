@@ -15,6 +15,7 @@ two methods along paths are from Hanna et al. 2024, "Have Faith in Faithfulness"
    where the writer is added.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -233,11 +234,10 @@ def _sums(
     gap = (edges.sum(1) - nodes).abs().max()
     changes = difference.abs()
     gaps = difference[:0] if scored.gaps is None else (scored.gaps * changes.mean()).flatten()
-    is_finite = scored.scores.isfinite().all() & difference.isfinite().all()
-    # Read all numbers from the device at once.
-    numbers = torch.stack([is_finite.to(gap.dtype), gap, nodes.abs().max()])
-    finite, gap_of_node, node, *read = torch.cat([numbers, changes, gaps]).tolist()
-    if not finite:
+    # Read all numbers from the device at once. The gap of a score that is not finite is not finite.
+    numbers = torch.stack([gap, nodes.abs().max()])
+    gap_of_node, node, *read = torch.cat([numbers, changes, gaps]).tolist()
+    if not all(map(math.isfinite, (gap_of_node, *read[: len(difference)]))):
         raise ValueError("scores and metrics must be finite; got numbers that are not finite")
     largest: dict[str, Any] = {"gap_of_node": gap_of_node, "node": node}
     examples = {}
