@@ -23,7 +23,8 @@ from hooks.base import (
     to_device,
     writer_of,
 )
-from interp.inputs.token_positions import Mask, Position, last_real, require_clear_words, short
+from interp.inputs.token_positions import Mask, Position, last_real, short
+from interp.inputs.words import require_clear_words
 from interp.numbers.precision import has_nan
 
 Metric = Callable[[Float[Tensor, "batch pos vocab"]], Shaped[Tensor, " batch"]]

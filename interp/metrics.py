@@ -31,12 +31,11 @@ from interp.inputs.token_positions import (
     Tokens,
     as_positions,
     fitting,
-    is_worded,
     last_real,
     short,
-    token_ids,
     tokens_of,
 )
+from interp.inputs.words import is_worded, token_ids
 from interp.measuring import Metric, MetricCall, TokenMetric, WordedMetric, Writer
 from interp.numbers.precision import divergence
 

@@ -49,9 +49,10 @@ from interp.graph import Graph
 from interp.graph.norms import LinearPart, is_identity, linear_part
 from interp.graph.scores import BlockScores
 from interp.inputs.texts import text_for
+from interp.inputs.words import AnswerTokens
 from interp.numbers.precision import all_finite, finite, like
-from interp.pairs.answers import AnswerTokens, Continuations, rows_of_answers
-from interp.pairs.words import require_causal
+from interp.pairs.answers import Continuations, rows_of_answers
+from interp.pairs.scoring import require_causal
 from interp.protocol import logits_of, of
 
 

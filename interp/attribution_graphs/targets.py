@@ -16,14 +16,9 @@ from interp.attribution_graphs.branches import common_start
 from interp.attribution_graphs.descent import Targets
 from interp.attribution_graphs.frozen import FrozenRun
 from interp.attribution_graphs.nodes import Node
-from interp.inputs.token_positions import is_worded
-from interp.pairs.answers import AnswerTokens, Continuations, rows_of_answers
-from interp.pairs.words import (
-    answers_of_texts,
-    require_causal,
-    token_of_answer,
-    tokens_of_answer,
-)
+from interp.inputs.words import AnswerTokens, is_worded, token_of_answer, tokens_of_answer
+from interp.pairs.answers import Continuations, rows_of_answers
+from interp.pairs.scoring import answers_of_texts, require_causal
 
 
 class LogitTerms(NamedTuple):

@@ -20,7 +20,8 @@ from hooks.base import generator, require_integer, writer_of
 from interp import plots
 from interp.diffing.means import SumsOfTexts
 from interp.diffing.twins import TwoModels
-from interp.inputs.token_positions import token_ids, tokens_of
+from interp.inputs.token_positions import tokens_of
+from interp.inputs.words import token_ids
 from interp.json_form import Table, form
 from interp.protocol import of
 from interp.results.result import Result

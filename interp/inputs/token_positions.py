@@ -5,21 +5,18 @@ position at padding raises an error.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
-from torch import Tensor, nn
+from torch import Tensor
 
 from hooks.base import (
     Selection,
     at_least_float32,
     columns_of_last,
-    name_of_parts,
     shown,
     to_device,
 )
-from interp.protocol import of
 
 Tokens = int | str | Sequence[int] | Sequence[str] | Int[Tensor, "..."]
 """One token or position for all examples, or one for each.
@@ -32,13 +29,6 @@ SeveralTokens = Tokens | Sequence[Sequence[int]] | Sequence[Sequence[str]]
 
 Mask = Shaped[Tensor, "batch pos"]
 """True or 1 at real tokens, False or 0 at padding."""
-
-
-def is_worded(tokens: Any) -> bool:
-    """Return True if at least one token is a string."""
-    if isinstance(tokens, str):
-        return True
-    return isinstance(tokens, Sequence) and any(map(is_worded, tokens))
 
 
 def last_real(
@@ -133,60 +123,6 @@ def as_positions(pos: Tokens) -> int | Int[Tensor, " batch"]:
     if position.where.is_one:
         return int(position.where.index)
     return torch.tensor([part[0] for part in position.where.parts])
-
-
-def token_ids(model: nn.Module, tokens: Any) -> Any:
-    """Return tokens as numbers, in the form in which they were given.
-
-    Args:
-        model: the model whose tokenizer converts strings. A string must be one token.
-        tokens: a token, or a list of tokens, which may contain lists.
-
-    Raises:
-        ValueError: if a string is several tokens. The error lists these tokens.
-        TypeError: if the model cannot read text.
-    """
-    if isinstance(tokens, str):
-        return of(model, "to_id").to_id(tokens)
-    return [token_ids(model, part) for part in tokens] if is_worded(tokens) else tokens
-
-
-def require_clear_words(model: nn.Module, words: Any) -> None:
-    """Check that words have the same tokens after every text.
-
-    After a text, a word without a space before it may be a new word or the rest of a word.
-
-    Args:
-        model: the model whose tokenizer converts strings.
-        words: a word, or a list of words, which may contain lists. Tokens need no check.
-
-    Raises:
-        ValueError: if a word without a space before it is one token with a space.
-    """
-    if not isinstance(words, str):
-        for part in words if is_worded(words) else ():
-            require_clear_words(model, part)
-        return
-    if words[:1].isspace():
-        return
-    language = of(model, "to_id")
-    rest, new = (_token_or_none(language, form) for form in (words, f" {words}"))
-    if new is not None and new != rest:
-        call = f"{name_of_parts(language)}.to_id({words!r})"
-        raise ValueError(
-            f"a word must begin with a space if the texts are unknown; got {words!r}: write "
-            f"{' ' + words!r} for a new word"
-            + ("" if rest is None else f", or pass {call} for the rest of a word")
-        )
-
-
-def _token_or_none(language: Any, text: str) -> int | None:
-    """Return the token of a text, or None if the text is not one token."""
-    try:
-        token: int = language.to_id(text)
-    except ValueError:
-        return None
-    return token
 
 
 def tokens_of(tokens: SeveralTokens, most: int = 1) -> Int[Tensor, "..."]:

@@ -38,7 +38,7 @@ from interp.measuring import (
     last_of,
 )
 from interp.pairs.pairs import Pairs
-from interp.pairs.words import metric_of_texts
+from interp.pairs.scoring import metric_of_texts
 from interp.protocol import logits_of
 
 ReadExamples = Pairs | Text | list[Any]

@@ -32,6 +32,7 @@ from hooks.base import (
     to_device,
 )
 from interp.inputs.token_positions import short
+from interp.inputs.words import AnswerTokens
 from interp.measuring import TokenMetric, Writer
 
 AnswerScore = Literal["log_prob", "accuracy"]
@@ -40,9 +41,6 @@ AnswerScore = Literal["log_prob", "accuracy"]
 `log_prob` is the log-probability of the answer in nats. `accuracy` is 1 if greedy decoding returns
 the answer, and 0 otherwise.
 """
-
-AnswerTokens = tuple[int, ...]
-"""The tokens of one answer."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,8 +52,8 @@ from interp.pairs.answers import (
     score_of_rows,
     summed_by_example,
 )
+from interp.pairs.scoring import answers_of_texts, as_answers, scoring_of
 from interp.pairs.spans import Spans, aligned, aligned_words, require_equal_numbers
-from interp.pairs.words import answers_of_texts, as_answers, scoring_of
 from interp.plots import objects
 from interp.protocol import logits_of, runner_of
 

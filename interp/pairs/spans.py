@@ -23,7 +23,7 @@ from hooks.base import (
     shown,
 )
 from interp.inputs.offsets import offsets_of
-from interp.inputs.token_positions import is_worded
+from interp.inputs.words import is_worded
 from interp.protocol import of
 
 Spans = Mapping[str, Index]

@@ -13,7 +13,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks.base import require_integer, to_device, wide_dtype, without_gradients, writer_of
-from interp.inputs.token_positions import SeveralTokens, token_ids, tokens_of
+from interp.inputs.token_positions import SeveralTokens, tokens_of
+from interp.inputs.words import token_ids
 from interp.json_form import Table
 from interp.protocol import n_logits, of
 from interp.reading.affine import AffineLens

@@ -23,7 +23,7 @@ from hooks.base import (
 )
 from interp import plots
 from interp.inputs.cached import mask_of, nan_at_padding, text_of_values
-from interp.inputs.token_positions import token_ids
+from interp.inputs.words import token_ids
 from interp.json_form import Table, form
 from interp.kinds import require_cache
 from interp.numbers.precision import divergence

@@ -21,9 +21,9 @@ from hooks import ActivationCache, CacheError
 from hooks.base import Index, at_least_float32, stacked, to_device, without_gradients
 from interp.inputs.cached import nan_at_padding, text_of, text_of_values
 from interp.inputs.copies import groups_of_cache
-from interp.inputs.token_positions import short, token_ids, tokens_of
+from interp.inputs.token_positions import short, tokens_of
+from interp.inputs.words import has_several_tokens, token_ids, tokens_of_words
 from interp.numbers.precision import like
-from interp.pairs.words import has_several_tokens, tokens_of_words
 from interp.protocol import n_logits, of
 from interp.reading.components import ResidualComponents
 from interp.results.result import Result

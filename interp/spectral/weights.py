@@ -8,7 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks.base import number_of, require_choice, require_integer, without_gradients, writer_of
-from interp.inputs.token_positions import token_ids, tokens_of
+from interp.inputs.token_positions import tokens_of
+from interp.inputs.words import token_ids
 from interp.json_form import Table, form
 from interp.protocol import n_logits
 from interp.spectral.factored import FactoredMatrix

@@ -94,7 +94,7 @@ class Context(NamedTuple):
             k, v: the new keys and values.
         """
         if self.kv_cache is not None:
-            return self.kv_cache.layers[layer].append(self.start, k, v)
+            return self.kv_cache.layers[layer].store(self.start, k, v)
         if self.past is not None:
             old_k, old_v = self.past[layer]
             return with_past(old_k, k), with_past(old_v, v)

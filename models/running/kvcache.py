@@ -220,7 +220,7 @@ class LayerCache:
         """The size of the keys and values in bytes."""
         return self._keys.nbytes + self._values.nbytes
 
-    def append(
+    def store(
         self,
         start: int,
         k: Float[Tensor, "batch kv_head pos d_head"],

@@ -183,7 +183,7 @@ def _pieces_of(stream: Tensor, context: Context, layer: int, most: int) -> Itera
     # Masks count keys from the first column, so the keys outside a window are kept too.
     cache.layers = [LayerCache(window=0, limit=end)] * (layer + 1)
     if context.past is not None:
-        cache.layers[layer].append(0, *context.past[layer])
+        cache.layers[layer].store(0, *context.past[layer])
     for start in range(0, stream.shape[1], most):
         piece = stream[:, start : start + most]
         first = context.start + start

@@ -116,7 +116,7 @@ class StaticLayer(LayerCache):
         self.keys, self.values = like.new_buffers(cache.capacity)
         self._column = cache.column
 
-    def append(
+    def store(
         self,
         start: int,
         k: Float[Tensor, "batch kv_head 1 d_head"],

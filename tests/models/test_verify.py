@@ -77,7 +77,7 @@ def test_autocast_of_the_caller_is_not_the_models_fault():
 
 def test_the_model_that_ships_passes_when_it_is_loaded(monkeypatch):
     assert isinstance(load("pydoc-4l", verify=True), Transformer)
-    monkeypatch.setattr(LayerCache, "append", rolled)
+    monkeypatch.setattr(LayerCache, "store", rolled)
     with pytest.raises(VerificationError, match="in pieces"):
         load("pydoc-4l", verify=True)
     load("pydoc-4l")
@@ -105,7 +105,7 @@ def rows_mixed(x):
     return x + x.roll(1, 0) * 0.1
 
 
-def rolled(self, start, k, v, plain=LayerCache.append):
+def rolled(self, start, k, v, plain=LayerCache.store):
     """A wrong cache that returns its keys in the wrong order, as soon as it has several."""
     k, v = plain(self, start, k, v)
     return (k.roll(1, 2), v) if start else (k, v)
@@ -245,12 +245,12 @@ def test_right_padding_has_a_check_of_its_own(monkeypatch):
 
 @pytest.mark.parametrize("several", [True, False])
 def test_a_cache_is_checked_for_one_more_position_and_for_several(several, monkeypatch):
-    def wrong(self, start, k, v, plain=LayerCache.append):
+    def wrong(self, start, k, v, plain=LayerCache.store):
         breaks = start and (k.shape[2] > 1) == several
         k, v = plain(self, start, k, v)
         return (k, v.roll(1, 2)) if breaks else (k, v)
 
-    monkeypatch.setattr(LayerCache, "append", wrong)
+    monkeypatch.setattr(LayerCache, "store", wrong)
     refused(built(), "a text read in pieces")
 
 

@@ -301,7 +301,7 @@ def test_a_window_bounds_the_memory(piece, window):
 @pytest.mark.parametrize("window", [0, 1, STEP, 2 * STEP])
 def test_buffers_are_moved_once_a_step_at_most(window, monkeypatch):
     """This also holds if the window is as wide as one step or several steps of the buffer."""
-    buffers, extended = [], module.LayerCache.append
+    buffers, extended = [], module.LayerCache.store
 
     def noting(*args):
         keys, values = extended(*args)
@@ -309,7 +309,7 @@ def test_buffers_are_moved_once_a_step_at_most(window, monkeypatch):
         buffers.append(keys.untyped_storage())
         return keys, values
 
-    monkeypatch.setattr(module.LayerCache, "append", noting)
+    monkeypatch.setattr(module.LayerCache, "store", noting)
     model, cache = build("rotary", n_ctx=71, n_layers=1, window=window), KVCache()
     for token in text(2, 41).split(1, 1):
         model(token, kv_cache=cache)

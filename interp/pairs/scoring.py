@@ -9,7 +9,6 @@
 `scoring_of` does steps 2 and 3.
 """
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -17,10 +16,11 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
-from hooks.base import Text, name_of_parts, shown
-from interp.inputs.token_positions import is_worded, short, token_ids
+from hooks.base import Text
+from interp.inputs.token_positions import short
+from interp.inputs.words import has_several_tokens, tokens_of_answers, tokens_of_words
 from interp.measuring import Metric, MetricCall, TokenMetric, WordedMetric
-from interp.pairs.answers import AnswerScore, AnswerTokens, Continuations
+from interp.pairs.answers import AnswerScore, Continuations
 from interp.protocol import of
 
 
@@ -125,164 +125,6 @@ def as_answers(answers: Any, tokens: Shaped[Tensor, "batch *size"]) -> Tensor:
     return answers
 
 
-def tokens_of_answers(
-    model: nn.Module, text: Text, answers: Any
-) -> tuple[tuple[AnswerTokens, ...], ...]:
-    """Return the tokens of the right answer of each text, or of its right and its wrong answer.
-
-    Args:
-        model: the model whose tokenizer converts strings.
-        text: the texts that the answers continue.
-        answers: the answer of each text, or its right and its wrong answer; or one for all texts.
-    """
-    texts = text.of_logits.listed()
-    is_one = isinstance(answers, (str, int, tuple))
-    answers = [answers] * len(texts) if is_one else answers
-    if len(answers) != len(texts):
-        raise ValueError(
-            f"answers must be a list with one answer for each of {len(texts)} texts, or a tuple "
-            f"(right, wrong); got {len(answers)} answers"
-        )
-    answer_tokens = []
-    for tokens, answer in zip(texts, answers, strict=True):
-        parts = answer if isinstance(answer, (tuple, list)) else [answer]
-        answer_tokens.append(tuple(tokens_of_answer(model, tokens, part) for part in parts))
-    counts = {len(parts) for parts in answer_tokens}
-    if counts not in ({1}, {2}):
-        raise ValueError(
-            "each text must have a right answer, or each text a right and a wrong answer; got "
-            f"{sorted(counts)} answers"
-        )
-    return tuple(answer_tokens)
-
-
-def token_of_answer(model: nn.Module, tokens: list[int], answer: Any) -> Any:
-    """Return the token of an answer after a text, or None if the answer is several tokens.
-
-    Args:
-        model: the model whose tokenizer converts strings.
-        tokens: the text.
-        answer: a string, or a token, which is returned unchanged.
-
-    Raises:
-        ValueError: see `tokens_of_answer`.
-    """
-    if not isinstance(answer, str):
-        return answer
-    _require_words(answer)
-    language = of(model, "to_id")
-    forms = [_tokens_if_any(language, form) for form in (answer, f" {answer}")]
-    if not any(form is not None and len(form) == 1 for form in forms):
-        return None
-    chosen = tokens_of_answer(model, tokens, answer)
-    return chosen[0] if len(chosen) == 1 else None
-
-
-def tokens_of_answer(
-    model: nn.Module, tokens: list[int], answer: str | int | Tensor, in_tuple: bool = False
-) -> AnswerTokens:
-    """Return the tokens of an answer that continues a text.
-
-    Args:
-        model: the model whose tokenizer converts strings.
-        tokens: the text.
-        answer: the answer as a string, a token, or a tensor of tokens [n].
-        in_tuple: whether a caller passes the tokens of one answer in a tuple, for an error.
-            Default: False.
-
-    Raises:
-        ValueError: if the answer is empty; if it could be both a new word and the rest of the
-            text's last word; or if an answer of several tokens, after the tokens of the text,
-            becomes another string than the text followed by the answer.
-    """
-    if isinstance(answer, Tensor):
-        if answer.ndim > 1 or not answer.numel() or answer.is_floating_point():
-            raise ValueError(f"an answer must be a tensor of tokens [n]; got {shown(answer)}")
-        return tuple(answer.reshape(-1).tolist())
-    if isinstance(answer, int):
-        return (answer,)
-    _require_words(answer)
-    language = of(model, "to_id")
-    text = language.to_text(tokens)
-    chosen = _new_word_or_rest(language, text, answer, in_tuple=in_tuple)
-    joined = language.to_text([*tokens, *chosen])
-    if len(chosen) > 1 and joined not in (text + answer, f"{text} {answer}"):
-        raise ValueError(
-            f"the tokens of an answer must continue its text; after {text[-20:]!r}, the model "
-            f"reads the tokens of {answer!r} as {joined[len(text) :]!r}"
-        )
-    return chosen
-
-
-def _new_word_or_rest(language: Any, text: str, answer: str, in_tuple: bool) -> AnswerTokens:
-    """Return the tokens of an answer as a new word after a text, or as the rest of its last word.
-
-    For example, after "the", the answer "m" could be a new word " m", or the end of "them".
-
-    Raises:
-        ValueError: if the answer could be both.
-    """
-    is_separate = answer[:1].isspace() or text[-1:].isspace()
-    plain = None if is_separate else _tokens_if_any(language, answer)
-    spaced = None if is_separate else _tokens_if_any(language, f" {answer}")
-    if plain is None:
-        return _tokens(language, answer) if spaced is None else spaced
-    if spaced is None or (len(plain) == 1 and len(spaced) > 1):
-        return plain
-    # An answer that occurs in the text as a word is probably meant as this word again, and not as
-    # the rest of the last word.
-    is_word = answer[:1].isalnum() and len(spaced) == 1
-    is_word_of_text = is_word and re.search(rf"\b{re.escape(answer)}\b", text)
-    is_only_spaced = len(spaced) == 1 and len(plain) > 1
-    if is_word_of_text or is_only_spaced or plain == spaced:
-        return spaced
-    is_inside_word = answer[:1].isalnum() and text[-1:].isalnum()
-    if len(plain) > 1 and not is_inside_word:
-        return plain
-    raise ValueError(
-        f"an answer must be a new word or the rest of a word; after {text[-20:]!r} got {answer!r}: "
-        f"write {' ' + answer!r} for a new word, or pass "
-        f"{_as_tokens(language, plain, answer, in_tuple)} for the rest of a word"
-    )
-
-
-def _as_tokens(language: Any, tokens: AnswerTokens, answer: str, in_tuple: bool) -> str:
-    """Return an expression for the tokens of an answer, which an error tells the user to write.
-
-    Args:
-        language: the object with the tokenizer.
-        tokens: the tokens.
-        answer: the answer.
-        in_tuple: whether the expression is a tuple with one answer.
-    """
-    call = f"{name_of_parts(language)}.to_id({answer!r})"
-    if len(tokens) > 1:
-        call = f"torch.tensor({[*tokens]})"
-    return f"({call},)" if in_tuple else call
-
-
-def _require_words(answer: str) -> None:
-    """Check that an answer is not empty."""
-    if not answer:
-        raise ValueError(
-            "an answer must have at least one token; got '': write the text that follows the prompt"
-        )
-
-
-def _tokens(language: Any, text: str) -> AnswerTokens:
-    """Return the tokens of a text, without the tokens that begin or end a text."""
-    (tokens,) = language.to_tokens(text, bos=False).listed()
-    return tuple(tokens)
-
-
-def _tokens_if_any(language: Any, text: str) -> AnswerTokens | None:
-    """Return the tokens of a text, or None if the tokenizer has no tokens for the text."""
-    try:
-        return _tokens(language, text)
-    except ValueError:
-        return None
-
-
 def answers_of_metric(model: nn.Module, text: Text, metric: Metric | None) -> Continuations | None:
     """Return the answers that a metric scores, if one of them is several tokens; otherwise None.
 
@@ -298,23 +140,6 @@ def answers_of_metric(model: nn.Module, text: Text, metric: Metric | None) -> Co
         return None
     tokens = tokens_of_answers(model, text, metric.answers)
     return Continuations(tokens, score=cast(AnswerScore, metric.score))
-
-
-def has_several_tokens(model: nn.Module, texts: Any) -> bool:
-    """Return True if at least one string consists of several tokens.
-
-    Args:
-        model: the model whose tokenizer converts strings.
-        texts: a string or a token, or a list or tuple of them, or None.
-
-    Raises:
-        ValueError: if a string is empty.
-    """
-    if isinstance(texts, str):
-        _require_words(texts)
-        return len(_tokens(of(model, "to_id"), texts)) > 1
-    is_list = isinstance(texts, (list, tuple))
-    return is_list and any(has_several_tokens(model, text) for text in texts)
 
 
 def metric_of_texts(model: nn.Module, text: Text, metric: Metric) -> Metric:
@@ -343,38 +168,6 @@ def metric_of_texts(model: nn.Module, text: Text, metric: Metric) -> Metric:
         read = metric.read(model)
     assert isinstance(read, TokenMetric)
     return replace(read, call=metric.call)
-
-
-def tokens_of_words(model: nn.Module, texts: list[list[int]], words: Any) -> Any:
-    """Return words that continue texts as tokens: one for all texts, or the tokens of each text.
-
-    Args:
-        model: the model whose tokenizer converts strings.
-        texts: the tokens of each text.
-        words: a word, or a word or a list of words for each text. A word may be a token. Anything
-            without words is returned unchanged.
-    """
-    if not is_worded(words):
-        return words
-    if isinstance(words, str):
-        tokens = [_token_of_word(model, text, words) for text in texts]
-        return tokens[0] if len({*tokens}) == 1 else tokens
-    if len(words) != len(texts):
-        # The metric itself raises an error when it gets the logits.
-        return token_ids(model, words)
-    tokens_of_texts: list[Any] = []
-    for text, part in zip(texts, words, strict=True):
-        if isinstance(part, (list, tuple)):
-            tokens_of_texts.append([_token_of_word(model, text, word) for word in part])
-        else:
-            tokens_of_texts.append(_token_of_word(model, text, part))
-    return tokens_of_texts
-
-
-def _token_of_word(model: nn.Module, text: list[int], word: Any) -> Any:
-    """Return the token of a word after a text. A word that is a token already is returned."""
-    token = token_of_answer(model, text, word)
-    return token_ids(model, word) if token is None else token
 
 
 def require_causal(model: nn.Module, pos: Any) -> None:
