@@ -82,6 +82,9 @@ class HookPoint(Identity):
     HookPoint(batch pos d_model)
     """
 
+    axes: tuple[str, ...]
+    meaning: str
+
     def __init__(self, axes: str, meaning: str = "") -> None:
         super().__init__()
         require_kind("axes", axes, str, words="names separated by spaces, as 'batch pos d_model'")
@@ -117,10 +120,11 @@ class HookPoints(nn.Module):
     (['', 'out'], True)
     """
 
+    module: nn.Module
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         # Do not register them as children, because a state dict must contain each module only once.
-        self.module: nn.Module
         vars(self)["module"] = module
         vars(module)["hook_points"] = self
 

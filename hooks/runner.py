@@ -101,6 +101,9 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
     tensor(0., grad_fn=<SumBackward0>)
     """
 
+    model: nn.Module
+    points: Points
+
     def __init__(self, model: nn.Module) -> None:
         require_module(model)
         self.model = model
@@ -112,7 +115,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         marked = self._points_where(lambda module: isinstance(module, HookPoint))
         callable_points = self._points_where(has_forward)
         self._is_marked = any(not isinstance(point.module, PartPoint) for point in marked.values())
-        self.points: Mapping[str, Point] = Points(marked if self._is_marked else callable_points)
+        self.points = Points(marked if self._is_marked else callable_points)
         self._modules = [model, *(point.module for point in self._known.values())]
         may_not_run = set[nn.Module]()
         for module in self._modules:

@@ -398,6 +398,9 @@ class FusedUnlessHooked:
     tensor([[0.3000, 0.4000]])
     """
 
+    points: tuple[str, ...]
+    fused: Callable[..., object]
+
     def __init__(self, *points: str, fused: Callable[..., object]) -> None:
         self.points = points
         self.fused = fused

@@ -1,6 +1,7 @@
 """Causal attention, as a function of q, k and v and as a module with hook points."""
 
 from functools import partial
+from typing import ClassVar
 
 from einops import einsum, rearrange
 from jaxtyping import Float
@@ -15,7 +16,7 @@ from models.dot_product import SoftCap, require_room_for_scores, softmax
 from models.kernels import by_blocks, fused
 from models.linear import Linear, dropout
 from models.norm import QKNorm
-from models.positions import rotary
+from models.positions import NoRotation, Rotary, rotary
 from models.running.context import Context, ContextNeeds, ContextOrMask, make_context
 from models.running.masks import Visible, masked
 from models.weights import AttentionWeights
@@ -43,8 +44,26 @@ class Attention(AttentionWeights, Component):
     True
     """
 
-    acts_through = "z"
+    acts_through: ClassVar[str] = "z"
     """The point through which all other points change the output; see `hooks.replay.early_ends`."""
+
+    layer: int
+    window: int
+    is_causal: bool
+    all_heads: int
+    scale: float
+    q_norm: QKNorm | Identity
+    k_norm: QKNorm | Identity
+    rotary: Rotary | NoRotation
+    cap: SoftCap | Identity
+    pattern_dropout: nn.Dropout
+    output_dropout: nn.Dropout | Identity
+    q: HookPoint
+    k: HookPoint
+    v: HookPoint
+    scores: HookPoint
+    pattern: HookPoint
+    z: HookPoint
 
     def __init__(self, config: TransformerConfig, layer: int = 0) -> None:
         super().__init__()

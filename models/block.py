@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from hooks import HookPoint, Identity
 from hooks.base import Component
-from models.attention import attention_of
+from models.attention import Attention, attention_of
 from models.config import TransformerConfig
-from models.mlp import mlp_of
-from models.norm import norm
+from models.mlp import MLP, mlp_of
+from models.norm import LayerNorm, RMSNorm, norm
 from models.running.context import ContextOrMask
 
 ADDED = "what the sublayer adds: the norm of its output"
@@ -81,6 +81,18 @@ class Block(Component):
     >>> torch.allclose(block(stream), middle + block.mlp(block.ln2(middle)), atol=1e-6)
     True
     """
+
+    resid_pre: HookPoint
+    ln1: LayerNorm | RMSNorm | Identity
+    attn: Attention
+    ln1_post: LayerNorm | RMSNorm | Identity
+    attn_out: HookPoint
+    resid_mid: HookPoint
+    ln2: LayerNorm | RMSNorm | Identity
+    mlp: MLP
+    ln2_post: LayerNorm | RMSNorm | Identity
+    mlp_out: HookPoint
+    resid_post: HookPoint
 
     def __init__(self, config: TransformerConfig, layer: int = 0) -> None:
         super().__init__()

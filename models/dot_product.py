@@ -136,6 +136,8 @@ class SoftCap(nn.Module):
     A score of -inf stays -inf, so a key that an edit removed stays removed.
     """
 
+    cap: float
+
     def __init__(self, cap: float) -> None:
         super().__init__()
         self.cap = cap

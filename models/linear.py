@@ -17,7 +17,7 @@ class Linear(Component, nn.Linear):
         return self.weight.new_zeros(self.out_features) if self.bias is None else self.bias
 
 
-def dropout(config: TransformerConfig, present: bool = True) -> nn.Module:
+def dropout(config: TransformerConfig, present: bool = True) -> nn.Dropout | Identity:
     """Return the dropout of a config.
 
     The result is an identity if the dropout is not `present`, or if its probability is zero.

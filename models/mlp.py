@@ -6,9 +6,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
-from hooks import HookPoint
+from hooks import HookPoint, Identity
 from hooks.base import Component, require_kind
 from models.checks import require
 from models.config import TransformerConfig
@@ -45,6 +45,14 @@ class MLP(NamedWeights, Component):
     >>> type(mlp_of(config)).__name__
     'GatedMLP'
     """
+
+    activation: Callable[[Tensor], Tensor]
+    input: Linear
+    output: Linear
+    hidden_dropout: nn.Dropout | Identity
+    output_dropout: nn.Dropout | Identity
+    pre: HookPoint
+    post: HookPoint
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -97,6 +105,9 @@ class NormedMLP(MLP):
     True
     """
 
+    mid: HookPoint
+    ln: LayerNorm
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         self.mid = HookPoint("batch pos d_mlp", "after the nonlinearity, before the norm")
@@ -123,6 +134,9 @@ class GatedMLP(MLP):
     >>> torch.allclose(mlp(x), mlp.output(hidden), atol=1e-6)
     True
     """
+
+    gate: Linear
+    linear: HookPoint
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)

@@ -1,5 +1,7 @@
 """LayerNorm and RMSNorm with hook points."""
 
+from typing import ClassVar
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -27,9 +29,13 @@ class LayerNorm(Component):
     [[[-0.5, 0.5]]]
     """
 
-    centres = True
+    centres: ClassVar[bool] = True
     weight: nn.Parameter | None
     bias: nn.Parameter | None
+    shape: tuple[int]
+    eps: float
+    scale: HookPoint
+    normalized: HookPoint
 
     def __init__(
         self,
@@ -92,8 +98,12 @@ class RMSNorm(Component):
     tensor([[[0.6000, 0.8000]]])
     """
 
-    centres = False
+    centres: ClassVar[bool] = False
     weight: nn.Parameter | None
+    shape: tuple[int]
+    eps: float
+    scale: HookPoint
+    normalized: HookPoint
 
     def __init__(
         self, d_model: int, eps: float = 1e-6, learned: bool = True, meaning: str = READ
@@ -130,8 +140,10 @@ class QKNorm(nn.Module):
             the gain.
     """
 
-    centres = False
+    centres: ClassVar[bool] = False
     weight: nn.Parameter | None
+    first: int
+    eps: float
 
     def __init__(self, n_heads: int, config: TransformerConfig) -> None:
         super().__init__()
@@ -148,7 +160,9 @@ class QKNorm(nn.Module):
         return torch.rms_norm(flat, flat.shape[-1:], self.weight, self.eps).view(x.shape)
 
 
-def norm(config: TransformerConfig, present: bool = True, meaning: str = READ) -> nn.Module:
+def norm(
+    config: TransformerConfig, present: bool = True, meaning: str = READ
+) -> LayerNorm | RMSNorm | Identity:
     """Return the norm of a config.
 
     Args:

@@ -27,6 +27,8 @@ class Frequencies:
         values: the frequencies, on the CPU.
     """
 
+    values: Float[Tensor, " half"]
+
     def __init__(self, values: Float[Tensor, " half"]) -> None:
         self.values = values
         self._copies = {values.device: values}
@@ -52,6 +54,8 @@ class Sinusoidal(nn.Module):
         d_model: the size of an encoding, an even number.
     """
 
+    frequencies: Frequencies
+
     def __init__(self, d_model: int) -> None:
         super().__init__()
         self.frequencies = Frequencies(_frequencies(d_model, 10_000.0))
@@ -70,7 +74,7 @@ class NoPositions(nn.Module):
         return positions.new_zeros(1, 1, 1)
 
 
-def added_positions(config: TransformerConfig) -> nn.Module:
+def added_positions(config: TransformerConfig) -> nn.Embedding | Sinusoidal | NoPositions:
     """Return the module whose encodings are added to token embeddings."""
     if config.positions == "learned":
         return nn.Embedding(config.n_ctx, config.d_model)
@@ -88,6 +92,11 @@ class Rotary:
         window: the window of the blocks; 0 for blocks without a window. The base and the scaling
             of blocks with a window may differ.
     """
+
+    d_rotary: int
+    adjacent: bool
+    frequencies: Frequencies
+    length: float
 
     def __init__(self, config: TransformerConfig, window: int = 0) -> None:
         self.d_rotary = config.d_rotary

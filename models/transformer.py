@@ -6,7 +6,7 @@ Continue with `block.py`, then `attention.py`, `mlp.py` and `norm.py`.
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -31,8 +31,15 @@ from models.config import TransformerConfig
 from models.dot_product import SoftCap
 from models.initialisation import initialise
 from models.linear import Linear, dropout
-from models.norm import norm
-from models.positions import NoRotation, added_positions, rotary
+from models.norm import LayerNorm, RMSNorm, norm
+from models.positions import (
+    NoPositions,
+    NoRotation,
+    Rotary,
+    Sinusoidal,
+    added_positions,
+    rotary,
+)
 from models.running.context import Context, ContextNeeds, make_context
 from models.running.kvcache import KVCache
 from models.running.pieces import divided_call, in_pieces
@@ -43,6 +50,8 @@ from models.weights import BlockWeights, tie
 
 class TokenEmbedding(nn.Embedding):
     """A vector for each token, multiplied by a scale: sqrt(d_model) in Gemma, 1 in other models."""
+
+    scale: float
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config.vocab_size, config.d_model)
@@ -109,7 +118,19 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
 
     # False declares that no step writes into the value of a point, so caches store values without
     # copies. With True, caches would copy each value.
-    overwrites_values = False
+    overwrites_values: ClassVar[bool] = False
+
+    config: TransformerConfig
+    token_embedding: TokenEmbedding
+    position_embedding: nn.Embedding | Sinusoidal | NoPositions
+    embed: HookPoint
+    pos_embed: HookPoint | Identity
+    rotary: Rotary | NoRotation
+    window_rotary: Rotary | NoRotation
+    ln_embed: LayerNorm | RMSNorm | Identity
+    embed_dropout: nn.Dropout | Identity
+    ln_final: LayerNorm | RMSNorm | Identity
+    logit_cap: SoftCap | Identity
 
     def __init__(self, config: TransformerConfig) -> None:
         require_kind("config", config, TransformerConfig, words="a TransformerConfig")

@@ -6,6 +6,7 @@
    lists both kinds.
 """
 
+import ast
 import functools
 import importlib
 import inspect
@@ -15,9 +16,11 @@ import typing
 from tests.faces import MODULES, is_ours
 
 DETAILS = {
-    *("AllBut", "AttachedContext", "Bound", "Branch", "Content", "Continuations", "Forward"),
-    *("FrozenRun", "Linear", "LogitTerms", "ModelIdentity", "Placement", "Rule", "Selection"),
-    *("StoredPairs", "StoredTexts", "ValueSource", "ViewContext", "Writers"),
+    *("Added", "AllBut", "AttachSettings", "AttachedContext", "BlockBranch", "BlockLayout"),
+    *("Bound", "Branch", "Content", "Continuations", "DividedAttention", "Forward"),
+    *("Frequencies", "FrozenRun", "LayerCache", "Linear", "LogitTerms", "ModelIdentity"),
+    *("Placement", "Rule", "Selection", "StoredPairs", "StoredTexts", "Unembedding"),
+    *("ValueSource", "ViewContext", "Writers"),
 }
 
 
@@ -48,22 +51,28 @@ def classes_in(kind, owner):
 
     Args:
         kind: the type.
-        owner: the function or the class with the annotation. If its module does not import the type
-            when it runs, such as a figure of matplotlib, the type is left out.
+        owner: the function or the class with the annotation.
     """
     if isinstance(kind, typing.ForwardRef):
         kind = kind.__forward_arg__
     if isinstance(kind, str):
-        try:
-            kind = eval(kind, vars(sys.modules[inspect.unwrap(owner).__module__]))
-        except NameError:
-            return
+        kind = eval(kind, names_in(inspect.unwrap(owner).__module__))
     if inspect.isclass(kind) and not typing.get_args(kind):
         if is_ours(kind):
             yield kind
     elif typing.get_origin(kind) is not typing.Literal:
         for part in typing.get_args(kind):
             yield from classes_in(part, owner)
+
+
+@functools.cache
+def names_in(module):
+    """Return the values of the names in a module, with the names of its imports for types only."""
+    names = {**vars(sys.modules[module])}
+    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            exec(ast.unparse(node.body), names)
+    return names
 
 
 @functools.cache

@@ -109,7 +109,6 @@ def test_no_name_hides_a_module():
 
 # Both definitions of these names mean the same.
 TWICE = {
-    "Sizes": "`interp` imports nothing from `models`, so it describes the sizes that it needs.",
     "logits_of": "`interp` imports nothing from `models`, and any model may return an output.",
     "divided_call": "The block of a plain transformer, and the block of an attached model.",
     "effects": "The same numbers, drawn by matplotlib.",

@@ -39,7 +39,7 @@ from interp import json_form
 from interp.cli import command
 from models.running.generation import GenerationOptions
 from tests.faces import MODULES, is_ours
-from tests.returned import DETAILS, reached, received, returned
+from tests.returned import DETAILS, public_values, reached, received, returned
 from tests.written import members_of, type_text, value_text
 
 ROOT = Path(__file__).parent.parent
@@ -124,20 +124,33 @@ def arguments(function, factories=()):
     return f"({', '.join(parts)}){arrow}"
 
 
+def set_by(kind):
+    """Yield the names of the attributes that the code of a class sets, itself or in its methods."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and not issubclass(kind, enum.Enum):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+    for node in ast.walk(tree):
+        is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if is_set and ast.unparse(node.value) == "self":
+            yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "self.register_buffer":
+            yield from (name.value for name in node.args[:1] if isinstance(name, ast.Constant))
+
+
 def attributes(kind):
     """Return the types of the attributes of a class, by name; unknown types are None.
 
-    These are the annotated names of the class, and the names that `__init__` sets.
+    These are the annotated names of the class, and the names that its code sets.
     """
     names = {}
     for base in filter(is_ours, reversed(kind.__mro__)):
         names |= inspect.get_annotations(base)
-        if "__init__" in vars(base) and "__dataclass_fields__" not in vars(base):
-            source = textwrap.dedent(inspect.getsource(inspect.unwrap(base.__init__)))
-            for node in ast.walk(ast.parse(source)):
-                is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-                if is_set and ast.unparse(node.value) == "self":
-                    names.setdefault(node.attr, None)
+        for name in set_by(base):
+            value = inspect.getattr_static(base, name, None)
+            is_method = isinstance(value, (property, functools.cached_property))
+            if not is_method and not inspect.isfunction(value):
+                names.setdefault(name, None)
     return {name: type_ for name, type_ in names.items() if not name.startswith("_")}
 
 
@@ -173,6 +186,9 @@ def members(kind, has_makers=True):
         if inspect.isfunction(function) and is_ours(inspect.unwrap(function)):
             yield f"    {name}{arguments(function)}"
         elif isinstance(value, (property, functools.cached_property)):
+            # Some properties are made by a function, and have an annotation of the class.
+            if name in attributes(kind):
+                continue
             getter = getattr(value, "fget", None) or value.func
             if is_ours(getter):
                 result = inspect.signature(getter).return_annotation
@@ -233,6 +249,9 @@ def lines():
     for kind in returned():
         yield title(kind)
         yield from members(kind, has_makers=False)
+    # Every version may change the classes below.
+    yield "details"
+    yield from (f"  class {name}" for name in sorted(DETAILS))
     yield "types"
     for path in NAMED_TYPES:
         yield f"  {path.rpartition('.')[2]} = {type_text(found(path))}"
@@ -253,6 +272,18 @@ def test_public_signatures_are_the_recorded_signatures():
     now, recorded = record().splitlines(), RECORD.read_text().splitlines()
     changed = [line for line in difflib.ndiff(recorded, now) if line[0] in "+-"]
     assert not changed, "\n".join([*changed, __doc__])
+
+
+def recorded_classes():
+    """Return the public classes, and the classes that users receive."""
+    public = [value for value, _ in public_values() if inspect.isclass(value) and is_ours(value)]
+    return [*dict.fromkeys([*public, *returned()])]
+
+
+@pytest.mark.parametrize("kind", recorded_classes())
+def test_each_attribute_of_a_recorded_class_has_a_type(kind):
+    without = [line for line in members(kind) if "_empty" in line or line.strip().isidentifier()]
+    assert not without
 
 
 def plain(value, shares=(0.5, 1), *, dtype=torch.float32, make=dict, **others):

@@ -23,6 +23,7 @@ class JumpReLU(nn.Module):
     """
 
     threshold: Tensor
+    relu: bool
 
     def __init__(
         self, threshold: Float[Tensor, " feature"] | Float[Tensor, ""], relu: bool = True
@@ -54,6 +55,10 @@ class TopK(nn.Module):
     >>> TopK(2, by="size", relu=False)(torch.tensor([3.0, 0.5, -2.0, 1.0]))
     tensor([ 3.,  0., -2.,  0.])
     """
+
+    k: int
+    by: str
+    relu: bool
 
     def __init__(self, k: int, by: str = "value", relu: bool = True) -> None:
         super().__init__()
@@ -89,6 +94,8 @@ class GroupMax(nn.Module):
     >>> GroupMax(2)(torch.tensor([3.0, 0.5, -2.0, 1.0]))  # two groups of two features
     tensor([3., 0., 0., 1.])
     """
+
+    k: int
 
     def __init__(self, k: int) -> None:
         super().__init__()

@@ -44,6 +44,13 @@ class CrossLayerTranscoder(Transcoders):
     [tensor([[3.]]), tensor([[8.]])]
     """
 
+    W_enc: nn.ParameterList
+    W_dec: nn.ParameterList
+    b_enc: nn.ParameterList
+    b_dec: nn.Parameter
+    W_skip: nn.ParameterList
+    activations: nn.ModuleList
+
     def __init__(
         self,
         W_enc: list[Float[Tensor, "d_model _feature"]],

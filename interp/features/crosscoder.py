@@ -79,6 +79,10 @@ class Crosscoder(plots.Shown, nn.Module):
     b_dec: Tensor
     center: Tensor | None
     scale: Tensor | None
+    activation: nn.Module
+    names: tuple[str, ...]
+    points: tuple[str | None, ...]
+    config: dict[str, Any]
 
     def __init__(
         self,

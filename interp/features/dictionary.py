@@ -91,6 +91,14 @@ class Dictionary(plots.Shown, nn.Module):
     b_enc: Tensor
     b_dec: Tensor
     W_skip: Tensor | None
+    activation: nn.Module
+    subtracts_b_dec: bool
+    norm: NormKind
+    reads: str | None
+    writes: str | None
+    head: int | None
+    transcodes: bool | None
+    config: dict[str, Any]
 
     def __init__(
         self,

@@ -32,6 +32,10 @@ class MatchingPursuit(Dictionary):
     tensor([[[0., 0., 5.]]])
     """
 
+    threshold: float
+    most: int
+    stops_when_same: bool
+
     def __init__(
         self,
         W_dec: Float[Tensor, "feature d_out"],

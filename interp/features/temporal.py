@@ -151,6 +151,9 @@ class TemporalDictionary(Dictionary):
     True
     """
 
+    attention: nn.ModuleList
+    eps: float
+
     def __init__(
         self,
         W_enc: Float[Tensor, "d_in feature"],

@@ -35,6 +35,10 @@ class Transcoders(nn.Module, ABC):
     1024
     """
 
+    reads: str | None
+    writes: str | None
+    config: dict[str, Any]
+
     def __init__(
         self, reads: str | None, writes: str | None, config: Mapping[str, Any] | None
     ) -> None:
@@ -103,6 +107,8 @@ class TranscoderSet(Transcoders, Mapping[str, Dictionary]):
     >>> cache["blocks.3.mlp_out.features"].shape
     torch.Size([1, 9, 1024])
     """
+
+    dictionaries: nn.ModuleList
 
     def __init__(
         self, dictionaries: Mapping[str, Dictionary], config: Mapping[str, Any] | None = None

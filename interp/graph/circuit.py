@@ -80,6 +80,9 @@ class Circuit(plots.Shown):
 
     kept: Bool[Tensor, "writer reader"]
     scores: Float[Tensor, "writer reader"]
+    graph: Graph
+    found_on: frozenset[str]
+    n_left_out: int
 
     is_plot = True
 

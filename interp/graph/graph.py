@@ -36,6 +36,7 @@ from interp.graph.nodes import (
     Added,
     At,
     Layer,
+    Sublayer,
     Writers,
     add_nodes,
     biases_of_heads,
@@ -110,9 +111,21 @@ class Graph(HintsAtNames):
     'input->a0.h0<q>'
     """
 
+    # The model is a module with the parts of `LanguageModel`. Python has no type for both.
+    model: Any
+    names: dict[nn.Module, str]
+    writers: tuple[NodeName, ...]
+    readers: tuple[NodeName, ...]
+    n_inputs: int
+    layers: tuple[Layer, ...]
+    sublayers: tuple[Sublayer, ...]
+    allowed: Bool[Tensor, "writer reader"]
+    points: tuple[nn.Module, ...]
+    needed: list[str]
+
     def __init__(self, model: nn.Module, split_embeddings: bool = False) -> None:
         self._whole = model
-        self.model: Any = plain(model, *_STEPS)
+        self.model = plain(model, *_STEPS)
         require_branches(self.model.blocks)
         points = HookedRunner(self.model).points
         self.names = {point.module: name for name, point in points.items()}

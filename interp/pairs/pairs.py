@@ -172,6 +172,10 @@ class Pairs(plots.Shown, metaclass=HintedClass):
     answers: Any
     solved_of: int | None = None
     continuations: Continuations | None = None
+    last_only: bool
+    pos: int | Int[Tensor, " batch"] | None
+    per_token: bool
+    is_read: bool
 
     @explains_calls
     @hides_others

@@ -99,6 +99,10 @@ class View:
     True
     """
 
+    title: str
+    parts: list[Mapping[str, Any]]
+    says: Sequence[str]
+
     def __init__(
         self,
         title: str,

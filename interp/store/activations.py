@@ -62,9 +62,12 @@ class Activations(plots.Shown):
     (['blocks.1.mlp_out'], 18)
     """
 
+    manifest: Mapping[str, Any]
+    names: list[str]
+
     def __init__(self, out: str | os.PathLike[str]) -> None:
         self._folder = Folder(out)
-        self.manifest: Mapping[str, Any] = self._folder.manifest()
+        self.manifest = self._folder.manifest()
         if not self.manifest:
             raise FileNotFoundError(
                 f"there is no store at {self._folder.name!r}: it has no {MANIFEST}"
@@ -74,7 +77,7 @@ class Activations(plots.Shown):
                 f"a store must have the format {FORMAT}; {self._folder.name!r} has {written!r}"
             )
         self._store = store_of(self.manifest)
-        self.names: list[str] = [*self.manifest["points"]]
+        self.names = [*self.manifest["points"]]
 
     def as_json(self) -> dict[str, Any]:
         """Return the points and the manifest in the JSON form of all results; see

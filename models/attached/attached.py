@@ -2,7 +2,7 @@
 
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import cached_property
@@ -30,8 +30,10 @@ from hooks.base import (
 from hooks.shared import Session, Wire, hooks_disabled, inside, is_listened_to
 from models.attached.context import CACHES, AttachedContext, divided_call, repeatable_context
 from models.attached.forward import Forward, restore_methods
+from models.attached.layout import BlockLayout
 from models.attached.original import (
     HOOKED,
+    AttachedSizes,
     KernelName,
     base_of,
     configs_of,
@@ -47,7 +49,9 @@ from models.attached.original import (
     uncached,
 )
 from models.attached.padding import PaddedPositions
+from models.attached.parts import Unembedding
 from models.attached.points import TOP, PointsOfBlocks
+from models.attached.settings import AttachSettings
 from models.attached.stacks import Stack, Tower
 from models.attached.view import PlainView
 from models.checkpoints.huggingface import from_memory
@@ -114,13 +118,22 @@ class Attached(ReadsText):
 
     forward: Forward
     blocks: nn.ModuleList
-    unembed: Callable[[Float[Tensor, "batch pos d_model"]], Float[Tensor, "batch pos vocab"]]
+    unembed: Unembedding
+    config: AttachedSizes
+    model: nn.Module
+    base: nn.Module
+    left_out: dict[str, str]
+    uncached: dict[str, Any]
+    needed: dict[str, Any]
+    layouts: list[BlockLayout]
+    n_streams: int
+    settings: AttachSettings | None
 
     def __init__(self, model: nn.Module) -> None:
-        self.model: Any = model
-        self.left_out: dict[str, str] = {}
+        self.model = model
+        self.left_out = {}
         self.uncached = uncached(model)
-        self.needed: dict[str, Any] = {}
+        self.needed = {}
         self.base = base_of(model)
         self._parameters = parameters_of(model)
         # The forward of an adapter's wrapper may pass `*args` on to the model inside.
@@ -132,7 +145,7 @@ class Attached(ReadsText):
         self._positions = PaddedPositions(self, "position_ids" in self._parameters)
         self._family = getattr(getattr(model, "config", None), "model_type", None)
         self._configs: dict[nn.Module, tuple[Any, Any]] = {}
-        self.settings: Any = None
+        self.settings = None
         self.n_streams = 1
         self._has_streams_first = False
         self._n_withs = 0
@@ -537,7 +550,7 @@ class Attached(ReadsText):
             TypeError: if the model has no method `generate`.
             ValueError: if the model has an encoder and a decoder, because it writes another text.
         """
-        model = self.model
+        model: Any = self.model
         if not hasattr(model, "generate"):
             raise TypeError(f"the model must have a method generate; got a {type(model).__name__}")
         if is_encoder_decoder(model):

@@ -130,7 +130,7 @@ LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 
 
 @dataclass(frozen=True)
-class Sizes(HintsAtNames):
+class AttachedSizes(HintsAtNames):
     """The sizes of an attached model, under the names of `models.TransformerConfig`.
 
     Attributes:
@@ -148,7 +148,9 @@ class Sizes(HintsAtNames):
     logit_cap: float
 
 
-def sizes_of(model: Any, vocab_size: int, n_layers: int, d_model: int, logit_cap: float) -> Sizes:
+def sizes_of(
+    model: Any, vocab_size: int, n_layers: int, d_model: int, logit_cap: float
+) -> AttachedSizes:
     """Return the sizes of a model.
 
     Args:
@@ -159,7 +161,7 @@ def sizes_of(model: Any, vocab_size: int, n_layers: int, d_model: int, logit_cap
     lengths = (getattr(config, name, None) for name in LENGTHS)
     n_ctx = next(filter(None, lengths), sys.maxsize)
     n_heads = getattr(config, "num_attention_heads", 0)
-    return Sizes(
+    return AttachedSizes(
         vocab_size, n_ctx, n_layers=n_layers, n_heads=n_heads, d_model=d_model, logit_cap=logit_cap
     )
 

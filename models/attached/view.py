@@ -51,13 +51,14 @@ from hooks.shared import Session, hooks_disabled
 from models.adapters import AdaptedMap, adapted_map
 from models.attached.context import AttachedContext
 from models.attached.layout import BlockLayout
-from models.attached.original import logits_of, tokens_for
+from models.attached.original import AttachedSizes, logits_of, tokens_for
 from models.attached.parts import Summand, norm_of, weights_in
 from models.attached.probe import Call, ProbeRun, arguments_of
 from models.block import Branch
 from models.linear import Linear
 from models.mode import mode
 from models.norm import LayerNorm, RMSNorm
+from models.text.tokenizer import Tokenizer
 from models.weights import AttentionWeights
 
 STREAM = "batch pos d_model"
@@ -97,8 +98,13 @@ class PlainView(nn.Module):
             error names the part.
     """
 
-    language: Any
-    config: Any
+    _language: Any
+    config: AttachedSizes
+    tokenizer: Tokenizer | None
+    blocks: nn.ModuleList
+    is_scaled: bool
+    entering: float
+    ln_final: nn.Module
     _model: Any
     _head: Any
 
@@ -109,7 +115,7 @@ class PlainView(nn.Module):
         layouts = language.layouts
         # Do not register these as submodules. Otherwise their points and parameters would belong to
         # the view.
-        vars(self).update(_model=model, language=language, config=language.config)
+        vars(self).update(_model=model, _language=language, config=language.config)
         self.tokenizer = language.tokenizer
         for name in ("embed", "pos_embed"):
             if hasattr(model, name):
@@ -153,16 +159,16 @@ class PlainView(nn.Module):
     def context(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> ViewContext:
         """Run the model, and return the arguments of the modules that blocks call."""
         if isinstance(mask := arguments.get("attention_mask"), Tensor) and mask.ndim == 2:
-            arguments = {**self.language.positions_of(mask), **arguments}
+            arguments = {**self._language.positions_of(mask), **arguments}
         blocks: list[Any] = [*self.blocks]
         called = [module for block in blocks for module in block.called]
-        return _view_context_of(self.language, called, tokens=tokens, arguments=arguments)
+        return _view_context_of(self._language, called, tokens=tokens, arguments=arguments)
 
     def input_resid(
         self, tokens: Int[Tensor, "batch pos"], context: ViewContext
     ) -> Float[Tensor, "batch pos d_model"]:
         """Return the residual stream that enters the first block."""
-        stream = self.language.input_resid(tokens, AttachedContext(context.arguments))
+        stream = self._language.input_resid(tokens, AttachedContext(context.arguments))
         return stream * self.entering if self.is_scaled else stream
 
     def unembed(
@@ -172,7 +178,7 @@ class PlainView(nn.Module):
         resid = self.ln_final(resid)
         for module in self._head:
             resid = module(resid)
-        return self.language.unembed.finished(resid)
+        return self._language.unembed.finished(resid)
 
     @property
     def W_U(self) -> Float[Tensor, "d_model vocab"]:
@@ -197,7 +203,7 @@ class PlainView(nn.Module):
             raise _not_found(None, "one linear map from the final norm to the logits")
         like = next(self._model.parameters())
         weight, bias = _weights_of(self._head[0], self.config.d_model, like)
-        factor = self.language.unembed.factor
+        factor = self._language.unembed.factor
         return weight * factor, bias * factor
 
     def logits(

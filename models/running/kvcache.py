@@ -1,6 +1,6 @@
 """KVCache: a cache of the keys and values of positions that a model has already read."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -55,15 +55,20 @@ class KVCache:
     """
 
     # Whether Python knows the position of the next token, as hooks with positions need.
-    counts_columns = True
+    counts_columns: ClassVar[bool] = True
+
+    max_context: int | None
+    length: int
+    mask: Bool[Tensor, "batch _length"] | None
+    layers: "list[LayerCache]"
 
     def __init__(self, max_context: int | None = None) -> None:
         if max_context is not None:
             require_integer("max_context", max_context)
         self.max_context = max_context
         self.length = 0
-        self.mask: Bool[Tensor, "batch _length"] | None = None
-        self.layers: list[LayerCache] = []
+        self.mask = None
+        self.layers = []
         self._config: TransformerConfig | None = None
 
     def __repr__(self) -> str:
@@ -161,6 +166,8 @@ class LayerCache:
         window: the number of positions that a query sees, including its own. 0 means all positions.
         limit: the largest number of positions.
     """
+
+    window: int
 
     def __init__(self, window: int, limit: int) -> None:
         self.window = window

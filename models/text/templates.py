@@ -25,6 +25,9 @@ class ChatTemplate:
     '<user>Hello'
     """
 
+    source: str
+    special: dict[str, str]
+
     def __init__(self, source: str, special: Mapping[str, str] | None = None) -> None:
         self.source = source
         self.special = dict(special or {})

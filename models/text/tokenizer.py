@@ -98,6 +98,8 @@ class CharTokenizer:
 
     bos_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
+    characters: tuple[str, ...]
+    vocab_size: int
 
     def __init__(self, characters: Sequence[str]) -> None:
         require_kind("characters", characters, Sequence, words="a text, or a list of characters")
