@@ -152,6 +152,21 @@ def hooks_name(
     return _in_layer(entry.ours, layers)
 
 
+def their_name(name: str) -> str | None:
+    """Return the name in TransformerLens 2 of the value of one of our points, or None if no name
+    has the same value in nearly all models.
+
+    >>> their_name("blocks.3.mlp_out"), their_name("blocks.3.attn.scores")
+    ('blocks.3.hook_mlp_out', None)
+    """
+    match = re.match(r"blocks\.(\d+)\.", name)
+    starred = re.sub(r"^blocks\.\d+\.", "blocks.*.", name)
+    for theirs, entry in _tables()[2].items():
+        if entry.ours == starred and entry.has_value_in(None):
+            return _in_layer(theirs, match[1] if match else "*")
+    return None
+
+
 def name_hint(name: str, known: Collection[str], what: str) -> UnknownNameError | None:
     """Return the error for a name of TransformerLens, with our name; None for other names.
 

@@ -19,7 +19,7 @@ from hooks import ActivationCache
 from interp import Circuit, Claim, JacobianLens, Pairs, Result, TunedLens
 from interp.attribution_graphs import Link, Node, PrunedGraph
 from interp.directions import Direction, Probe
-from interp.features import FeatureCard, FeatureCards
+from interp.features import Dictionary, FeatureCard, FeatureCards, TopK, load_sae
 from interp.graph import Graph
 from interp.store import Activations, Statistics, StatisticsByPoint, harvest
 
@@ -61,6 +61,14 @@ def direction():
     """Return a direction at one point."""
     vectors = {"blocks.2.resid_pre": torch.tensor([3.0, 4.0])}
     return Direction(vectors, {"blocks.2.resid_pre": -5.0}, {"by": "hand"})
+
+
+def dictionary(relu=False):
+    """Return a dictionary of three features: with top-k, SAELens has it only with a ReLU."""
+    weights = dict(
+        W_enc=numbers(2, 3), W_dec=numbers(3, 2), b_enc=numbers(3), b_dec=numbers(2), norm="none"
+    )
+    return Dictionary(**weights, activation=TopK(2, relu=relu), reads="embed", writes="embed")
 
 
 def statistics():
@@ -114,6 +122,8 @@ WRITERS = {
     "claim_direction.json": lambda path: claim_of("direction").save(path),
     "claim_effect.json": lambda path: claim_of("effect").save(path),
     "claim_variable.json": lambda path: claim_of("variable").save(path),
+    "dictionary": lambda path: dictionary().save(path),
+    "dictionary_of_sae_lens": lambda path: dictionary(relu=True).save(path),
     "direction.safetensors": lambda path: direction().save(path),
     "graph.json": lambda path: graph_of_links().save(path),
     "jacobian_lens.safetensors": lambda path: JacobianLens(
@@ -172,6 +182,15 @@ def test_a_saved_result_can_be_read():
 
 def test_a_saved_direction_can_be_read():
     assert is_the_direction(Direction.load(SAVED / "direction.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["dictionary", "dictionary_of_sae_lens"])
+def test_a_saved_dictionary_can_be_read(name):
+    again, expected = load_sae(SAVED / name), dictionary(relu=name != "dictionary")
+    for weight in ("W_enc", "W_dec", "b_enc", "b_dec"):
+        assert torch.equal(getattr(again, weight), getattr(expected, weight))
+    assert f"{again}" == f"{expected}"
+    assert (again.reads, again.writes, again.norm) == ("embed", "embed", "none")
 
 
 def test_saved_probes_can_be_read():

@@ -4,9 +4,9 @@ measure them.
 Read `activations` and `dictionary` (dictionaries of one layer) first, then as needed `transcoders`
 (of several layers), `cross_layer`, `crosscoder` (of several models or layers), `matching_pursuit`
 and `temporal` (of whole texts), `loading` (from files, with `forms`, `hub` and `bundled`, at the
-point from `places`) and `splicing` (into a model). The other files measure and describe
-dictionaries: `evaluation` (with `score_sums` and `scores`), `cards`, `controls`, `explanations`,
-`saebench`, and for crosscoders `members`, `scaling` and `member_cards`.
+point from `places`), `saving` (to files) and `splicing` (into a model). The other files measure and
+describe dictionaries: `evaluation` (with `score_sums` and `scores`), `cards`, `controls`,
+`explanations`, `saebench`, and for crosscoders `members`, `scaling` and `member_cards`.
 
 >>> from interp.features import load_sae, splice
 >>> from models import load

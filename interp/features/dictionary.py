@@ -11,6 +11,7 @@ Monosemanticity"; Cunningham et al. 2023). A transcoder computes the output of a
 input (Dunefsky et al. 2024). `load_sae` loads both from files.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -19,8 +20,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
 
-from hooks.base import Words, require_integer, require_kind, shown
+from hooks.base import Words, require_integer, require_kind, shown, storage
 from interp import plots
+from interp.features import saving
 from interp.features.activations import FeatureValues, Gated, JumpReLU, TopK
 from interp.json_form import Table, form
 from interp.plots import objects
@@ -335,6 +337,51 @@ class Dictionary(plots.Shown, nn.Module):
         settings = ("subtracts_b_dec", "norm", *(field.name for field in fields(DictionaryOrigin)))
         same = {name: getattr(self, name) for name in (*weights, *settings)}
         return Dictionary(**same | changes)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a folder that `load_sae` reads; or the page or the JSON form, if the path ends in
+        `.html` or `.json`.
+
+        The loaded dictionary has the same weights and settings, bit by bit. (`load_sae` returns
+        half precision as float32 unless its `dtype` is given.) If SAELens has an architecture that
+        computes the same, the folder contains the files of SAELens 6, `cfg.json` and
+        `sae_weights.safetensors`, and `SAE.load_from_disk` reads them too. Otherwise it contains
+        `dictionary.safetensors`. The config in the files becomes the attribute `config` of the
+        loaded dictionary.
+
+        Args:
+            path: the folder, which is created if it does not exist, or the file.
+
+        Raises:
+            ValueError: if the path ends in the suffix of another kind of file, such as `.png`, and
+                is not an existing folder; or for a temporal dictionary.
+            TypeError: if the activation is a class of your own, or a fact in the config does not
+                fit JSON.
+
+        >>> import tempfile
+        >>> import torch
+        >>> from interp.features import load_sae
+        >>> eye, zeros = torch.eye(2), torch.zeros(2)
+        >>> mine = Dictionary(eye, eye, zeros, zeros, TopK(1), reads="embed", writes="embed")
+        >>> mine.save(folder := tempfile.mkdtemp())
+        >>> load_sae(folder)
+        Dictionary(
+          2 -> 2 features -> 2, at embed
+          (activation): TopK(k=1, by='value', relu=True)
+        )
+        """
+        files = (".html", ".json")
+        if storage.path_of(path).suffix.lower() in files:
+            super().save(path)
+        else:
+            storage.require_folder(path, files)
+            saving.save(storage.path_of(path), self, self._as_sae_lens())
+
+    def _as_sae_lens(self) -> saving.SAELensParts | None:
+        """Return the fields and weights of SAELens that are special to the architecture, or None if
+        SAELens has no architecture that computes the same.
+        """
+        return saving.as_sae_lens(self)
 
     def as_json(self) -> dict[str, Any]:
         """Return the length of each feature's rows, in the JSON form of all results; see

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from interp.features.activations import FeatureValues
 from interp.features.dictionary import Dictionary
+from interp.features.saving import SAELensParts
 
 
 class MatchingPursuit(Dictionary):
@@ -66,6 +67,21 @@ class MatchingPursuit(Dictionary):
         raise ValueError(
             "with_unit_decoder needs features of one step; got a dictionary of matching pursuit"
         )
+
+    def _as_sae_lens(self) -> SAELensParts:
+        """Return the fields and weights of the architecture `matching_pursuit`."""
+        if self.is_transcoder:
+            raise ValueError(
+                "save needs a dictionary of matching pursuit that writes the point that it reads; "
+                f"got {self.reads} -> {self.writes}"
+            )
+        fields = {
+            "architecture": "matching_pursuit",
+            "residual_threshold": self.threshold,
+            "max_iterations": self.most,
+            "stop_on_duplicate_support": self.stops_when_same,
+        }
+        return fields, {"W_dec": self.W_dec, "b_dec": self.b_dec}
 
     def encode(self, x: Float[Tensor, "*rows d_in"]) -> FeatureValues:
         """Return the features of each row."""

@@ -32,6 +32,7 @@ from hooks.base import (
 )
 from interp.features.activations import FeatureValues
 from interp.features.dictionary import Dictionary
+from interp.features.saving import SAELensParts
 
 RowsOfValues = Float[Tensor, "*rows d_in"]
 ValuesOfTexts = Float[Tensor, "batch pos d_in"]
@@ -242,6 +243,15 @@ class TemporalDictionary(Dictionary):
         raise ValueError(
             "with_unit_decoder needs a dictionary that reads single positions; got a temporal "
             "dictionary"
+        )
+
+    def _as_sae_lens(self) -> SAELensParts:
+        """Raise an error: the weights of SAELens differ from the weights here by factors, and a
+        product with such a factor is not exact.
+        """
+        raise ValueError(
+            "save needs a dictionary that reads single positions; got a temporal dictionary, which "
+            "load_sae reads from the files of its training"
         )
 
     def _with(self, **changes: Any) -> Dictionary:

@@ -2,7 +2,7 @@
 
 Read `common` first, with the rules and functions for all readers. Then read the file of one library
 or release, in any order: `circuit_tracer`, `crosscoders`, `dictionary_learning`, `gemma_scope`,
-`gemma_scope_clt`, `llama_scope`, `sae_lens`, `saved`, `sparsify` or `temporal`.
+`gemma_scope_clt`, `hookscope`, `llama_scope`, `sae_lens`, `saved`, `sparsify` or `temporal`.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +16,7 @@ from interp.features.forms import (
     dictionary_learning,
     gemma_scope,
     gemma_scope_clt,
+    hookscope,
     llama_scope,
     sae_lens,
     saved,
@@ -51,6 +52,7 @@ class Form:
 
 FORMS: Mapping[str, Form] = {
     "sae_lens": Form(("cfg.json", "sae_weights.safetensors"), sae_lens.read),
+    "hookscope": Form(("dictionary.safetensors",), hookscope.read),
     "sparsify": Form(("cfg.json", "sae.safetensors"), sparsify.read),
     "dictionary_learning": Form(("config.json", "ae.pt"), dictionary_learning.read),
     "gemma_scope": Form(("params.npz",), gemma_scope.read),
