@@ -32,6 +32,8 @@ from torch import Tensor
 from hooks.base import shown
 
 _ANGLES = 2**16
+# The largest number of intervals whose ends are printed.
+_PRINTED = 20
 
 
 class Interval(NamedTuple):
@@ -46,11 +48,18 @@ class Interval(NamedTuple):
     high: Float[Tensor, "*axes"]
 
     def __repr__(self) -> str:
-        """Return both ends or, if there is no interval, the reason."""
+        """Return both ends, or the range of many ends; if there is no interval, the reason."""
         if self.low.isnan().all() and self.high.isnan().all():
             return (
                 f"Interval {[*self.low.shape]}: NaN, because an interval needs at least three "
                 "different texts (four for shares)"
+            )
+        if self.low.numel() > _PRINTED:
+            lowest, highest = self.low[~self.low.isnan()].min(), self.high[~self.high.isnan()].max()
+            return (
+                f"Interval {[*self.low.shape]}: .low and .high contain the ends, between "
+                f"{lowest:+.4g} and {highest:+.4g}; result.top() prints the largest effects with "
+                "their intervals"
             )
         return f"Interval(low={self.low}, high={self.high})"
 

@@ -5,9 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from hooks.base import require_kind
 from interp.plots.figure import Axes, Figure, Picture
 from interp.plots.parts import facts_of, headline
 from interp.plots.view import Arrow, least_limit, plotted_axes
@@ -26,54 +28,74 @@ _MOST_TICKS = 80
 _NAMED = 5
 
 
-def effects(result: Any, facet: str | None = None) -> Figure:
+def effects(
+    result: Any,
+    facet: str | None = None,
+    title: str | None = None,
+    limit: float | None = None,
+    ax: Any = None,
+) -> Figure:
     """Plot the mean effects of a result.
 
     Args:
         result: the result.
-        facet: see `Result.plot`, which also lists the errors.
+        facet, title, limit, ax: see `Result.plot`, which also lists the errors.
     """
     axes = plotted_axes(result.axes[:-1], facet)
+    if limit is not None and not 0 < limit < math.inf:
+        raise ValueError(f"limit must be a positive number in the unit of the result; got {limit}")
+    if ax is not None:
+        require_kind("ax", ax, Axes, "the axes of one panel of a matplotlib figure")
+    if ax is not None and facet is not None:
+        raise ValueError(f"ax= draws a single heat map; got facet={facet!r}: leave out ax=")
     what = "mean effect" if result.values.shape[-1] > 1 else "effect"
     unit = f"{what} ({result.unit})" if result.unit else what
-    title = _shares_title(result) or headline(result)
+    if title is None:
+        title = _title(result)
     labels = {axis: _labels_with_words(result, axis) for axis in axes}
     means = result.mean()
     if len(axes) == 1:
         low, high = result.interval()
-        return bars(means, low, high=high, labels=labels, unit=unit, title=title)
+        return bars(
+            means, low, high=high, labels=labels, unit=unit, title=title, limit=limit, ax=ax
+        )
+    names = [""]
+    tables = means[None]
+    if facet is not None:
+        names = [f"{facet} {label}" for label in _labels_with_words(result, facet)]
+        tables = means.movedim(result.axes.index(facet), 0)
     reach = least_limit(result, means)
-    if facet is None:
-        return heat_maps(means[None], labels, names=[""], unit=unit, title=title, reach=reach)
-    names = [f"{facet} {label}" for label in _labels_with_words(result, facet)]
     return heat_maps(
-        means.movedim(result.axes.index(facet), 0),
-        labels,
-        names=names,
-        unit=unit,
-        title=title,
-        reach=reach,
+        tables, labels, names=names, unit=unit, title=title, reach=reach, limit=limit, ax=ax
     )
 
 
-def _shares_title(result: Any) -> str:
+def _title(result: Any) -> str:
     """Return a title such as `Share of the logit difference restored, by head`.
 
-    Return an empty text if the effects are not shares of a patching analysis. `layer` is only named
-    if there is no other axis. Facts that the sentence does not contain follow in parentheses.
+    Effects that are not shares have a title such as `Effect on the logit difference, by head`. Each
+    axis is named, and `layer` only if there is no other axis. Facts that the sentence does not
+    contain follow in parentheses. The title of effects on a metric without words in `_METRICS`
+    lists the facts only.
     """
     verb = _VERBS.get(result.about.get("direction", ""))
-    if verb is None or not result.unit.startswith("shares of"):
-        return ""
     metric, _, _ = result.about.get("metric", "").partition("(")
-    start = "Estimated share" if "estimate" in result.about else "Share"
+    words = _METRICS.get(metric, "effect")
+    said = {"metric", "estimate"}
+    is_estimate = "estimate" in result.about
+    if verb is not None and result.unit.startswith("shares of"):
+        said.add("direction")
+        start = f"{'Estimated share' if is_estimate else 'Share'} of the {words} {verb}"
+    elif metric in _METRICS and not result.unit.startswith("shares of"):
+        start = f"{'Estimated effect' if is_estimate else 'Effect'} on the {words}"
+    else:
+        return headline(result)
     axes = [axis for axis in result.axes[:-1] if axis != "layer"] or ["layer"]
     names = [{"pos": "position"}.get(axis, axis) for axis in axes]
-    title = f"{start} of the {_METRICS.get(metric, 'effect')} {verb}, by {' and '.join(names)}"
-    said = {"metric", "direction", "estimate"}
     if "head" in axes and result.about.get("site") == "z":
         said.add("site")
     facts = facts_of(result, but=said)
+    title = f"{start}, by {' and '.join(names)}"
     return f"{title} ({facts})" if facts else title
 
 
@@ -91,11 +113,13 @@ def heat_maps(
     unit: str,
     title: str,
     reach: float = 0.0,
+    limit: float | None = None,
+    ax: Axes | None = None,
 ) -> Figure:
     """Plot tables as colours, side by side, all on one scale.
 
-    White is 0. The range of colours includes `reach`. It includes values below 0 only if a value is
-    below 0.
+    White is 0. The range of colours includes `reach`, or ends at `limit`. It includes values below
+    0 only if a value is below 0.
 
     Args:
         values: the tables.
@@ -104,26 +128,33 @@ def heat_maps(
         unit: the unit of the values, next to the scale.
         title: the title above all tables.
         reach: a value that the range of colours includes.
+        limit: the end of the range of colours. Default: the largest absolute value, or `reach`.
+        ax: for one table, the axes to draw in. Default: the axes of a new figure.
     """
     tables = values.numpy(force=True)
     # Leave out NaN, which is the only number that is not equal to itself.
     known = tables[tables == tables]
-    limit = max(abs(known).max(initial=0), reach) or 1
-    colours, least = ("RdBu", -limit) if known.min(initial=0) < 0 else ("Blues", 0)
-    across = math.ceil(len(tables) ** 0.5)
-    down = math.ceil(len(tables) / across)
+    largest = abs(known).max(initial=0)
+    most = limit or max(largest, reach) or 1
+    colours, least = ("RdBu", -most) if known.min(initial=0) < 0 else ("Blues", 0)
     (rows, of_rows), (columns, of_columns) = labels.items()
-    size = (_inches(len(of_columns) * across), _inches(len(of_rows) * down))
-    figure = Picture(figsize=size, layout="constrained")
-    figure.suptitle(title, fontsize="small", wrap=True)
-    panels = [figure.add_subplot(down, across, number + 1) for number in range(len(tables))]
+    if ax is None:
+        across = math.ceil(len(tables) ** 0.5)
+        down = math.ceil(len(tables) / across)
+        size = (_inches(len(of_columns) * across), _inches(len(of_rows) * down))
+        figure = _new_figure(size, title)
+        panels = [figure.add_subplot(down, across, number + 1) for number in range(len(tables))]
+    else:
+        figure, panels, names = _figure_of(ax), [ax], [title]
     for axes, table, name in zip(panels, tables, names, strict=True):
-        image = axes.imshow(table, cmap=colours, vmin=least, vmax=limit, aspect="auto")
+        image = axes.imshow(table, cmap=colours, vmin=least, vmax=most, aspect="auto")
         axes.set_title(name, fontsize="small")
         axes.set_ylabel(rows)
         axes.set_yticks(*_ticks(of_rows, _decisive(table, 1)))
         _label_columns(axes, columns, labels=of_columns, decisive=_decisive(table, 0))
-    figure.colorbar(image, ax=panels, label=unit)
+    # Arrows at the ends of the scale show that values beyond it have its last colours.
+    ends = "neither" if largest <= most else "both" if least < 0 else "max"
+    figure.colorbar(image, ax=panels, label=unit, extend=ends)
     return figure
 
 
@@ -134,6 +165,8 @@ def bars(
     labels: AxisLabels,
     unit: str,
     title: str,
+    limit: float | None = None,
+    ax: Axes | None = None,
 ) -> Figure:
     """Plot bars with intervals.
 
@@ -143,12 +176,22 @@ def bars(
         labels: the labels of the bars, by the name of their axis.
         unit: the unit of the values.
         title: the title above the bars.
+        limit: the end of the axis of values, which begins at 0 if no interval goes below 0, and
+            otherwise at -limit. Default: all bars and intervals fit.
+        ax: the axes to draw in. Default: the axes of a new figure.
     """
     places = range(len(values))
-    figure, axes = _framed((_inches(len(values)), 4.0), title)
+    if ax is None:
+        figure, axes = _framed((_inches(len(values)), 4.0), title)
+    else:
+        figure, axes = _figure_of(ax), ax
+        axes.set_title(title, fontsize="small")
     axes.bar(places, values.numpy(force=True), color="#4393c3")
     axes.vlines(places, low.numpy(force=True), high.numpy(force=True), color="black")
     axes.axhline(0, color="black", linewidth=0.8)
+    if limit is not None:
+        lowest = torch.fmin(values, low.to(values)).min()
+        axes.set_ylim(-limit if lowest < 0 else 0, limit)
     axes.set_ylabel(unit)
     name, labels_of_bars = next(iter(labels.items()))
     decisive = _decisive(values.numpy(force=True)[None], 0)
@@ -328,9 +371,27 @@ def _on_arc(
 
 def _framed(size: tuple[float, float], title: str) -> tuple[Figure, Axes]:
     """Return a figure with a title, and its axes. The size is in inches."""
+    figure = _new_figure(size, title)
+    return figure, figure.subplots()
+
+
+def _new_figure(size: tuple[float, float], title: str) -> Figure:
+    """Return an empty figure with a title. The size is in inches."""
     figure = Picture(figsize=size, layout="constrained")
     figure.suptitle(title, fontsize="small", wrap=True)
-    return figure, figure.subplots()
+    return figure
+
+
+def _figure_of(ax: Axes) -> Figure:
+    """Return the whole figure that contains axes.
+
+    Raises:
+        ValueError: if the axes were removed from their figure.
+    """
+    figure = ax.get_figure(root=True)
+    if figure is None:
+        raise ValueError("ax must be the axes of a figure; got axes that were removed from theirs")
+    return figure
 
 
 def _label_columns(axes: Axes, name: str, labels: Sequence[Any], decisive: int) -> None:

@@ -51,6 +51,7 @@ from interp.results.entries import Entries, Entry, sizes_in_words
 from interp.results.node import NodeName, as_fact, from_fact
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _FORMAT = "hookscope-result-2"
@@ -701,29 +702,44 @@ class Result(plots.Shown):
         return are_metric_rounding(rows, self.base).tolist()
 
     @explains_calls
-    def plot(self, facet: str | None = None) -> "Figure":
+    def plot(
+        self,
+        facet: str | None = None,
+        *,
+        title: str | None = None,
+        limit: float | None = None,
+        ax: "Axes | None" = None,
+    ) -> "Figure":
         """Plot the mean effects: a heat map for two axes, or bars with 95% intervals for one axis.
 
         White is 0. If target and base exist, the range of colours includes their difference, so
         that small effects look small. It does not if the largest effect is between 0.5 % and 10 %
         of the difference, because all effects would be white. The range includes values below 0
-        only if a mean is below 0. The title of normalized patching effects is a sentence, such as
-        "Share of the logit difference restored, by head"; other titles list the facts in `about`.
-        This needs the extra `plots`.
+        only if a mean is below 0. This needs the extra `plots`.
 
-        The result is a figure of matplotlib, which you can change: `figure.suptitle("Heads")`, or
-        `figure.axes[0].images[0].set_clim(-1, 1)` for the range of colours.
+        The result is a figure of matplotlib, which you can change: `figure.set_size_inches(4, 3)`
+        is its size, and `figure.save("heads.pdf")` writes a file.
 
         Args:
             facet: for three axes, the axis with a heat map for each label.
+            title: the title. Default: a sentence for the logit difference and for log
+                probabilities, such as "Share of the logit difference restored, by head", with other
+                facts in parentheses; otherwise a list of the facts in `about`.
+            limit: the end of the range of colours, in the unit of the result: from -limit to limit,
+                or from 0 if no mean is below 0. Larger effects have the last colour, and the scale
+                then ends in an arrow. For bars, the end of the axis. Default: see above.
+            ax: axes of a figure of your own to draw in, for a plot that is one panel of several.
+                Default: the axes of a new figure.
 
         Raises:
             UnknownNameError: if the axis does not exist.
-            ValueError: if the result does not have one or two axes besides `example` and the facet.
+            ValueError: if the result does not have one or two axes besides `example` and the facet,
+                the limit is not a positive number, or both `ax` and a facet are given.
+            TypeError: if `ax` is not the axes of a figure.
         """
         from interp.plots.matplotlib_figures import effects
 
-        return effects(self, facet)
+        return effects(self, facet, title=title, limit=limit, ax=ax)
 
     def to_dataframe(self) -> Any:
         """Return a pandas table with a row for each place that exists in an example.

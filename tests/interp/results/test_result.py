@@ -571,6 +571,17 @@ def test_the_print_of_an_interval_says_why_it_is_nan():
     assert repr(enough.interval()).startswith("Interval(low=tensor([")
 
 
+def test_the_print_of_many_intervals_gives_their_range():
+    values = torch.zeros(7, 3, 5)
+    values[1, 2] = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    values[2, 0, 0] = torch.nan
+    values[5, 1] = torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0])
+    printed = repr(Result(values, ("layer", "head", "example")).interval())
+    # The mean is 3, the standard error is 1 / sqrt(2), and t is 2.776 with 4 degrees of freedom.
+    assert printed.startswith("Interval [7, 3]: .low and .high contain the ends, between -4.963 ")
+    assert "and +4.963;" in printed
+
+
 def test_labels_by_pattern():
     names = ["embed", "a0.h1", "a0.h12", "m0", "a1.h1", "what?"]
     values = torch.arange(12.0).view(6, 2)
@@ -752,6 +763,89 @@ def test_the_plot_of_shares_says_whether_they_are_restored_or_lost():
         "Share of the effect lost, by layer (site: z, head: 2)"
     )
     assert "Share" not in replace(result, about=about | facts).plot().get_suptitle()
+
+
+def test_the_plot_of_effects_on_the_logit_difference_has_a_sentence_as_its_title():
+    pytest.importorskip("matplotlib", reason="needs the extra plots")
+    about = {"metric": "logit_diff([' Mary', ' John'], [' John', ' Mary'])"}
+    values = torch.ones(2, 3, 2)
+    result = Result(values, ("layer", "head", "example"), unit="logits", about=about)
+    effect = "Effect on the logit difference"
+    for facts, title in (
+        ({"site": "z"}, f"{effect}, by head"),
+        ({"direction": "denoising"}, f"{effect}, by head (direction: denoising)"),
+        ({"estimate": "attribution"}, "Estimated effect on the logit difference, by head"),
+    ):
+        assert replace(result, about=about | facts).plot().get_suptitle() == title
+    assert result.select(head=1).plot().get_suptitle() == f"{effect}, by layer (head: 1)"
+    own = replace(result, about={"metric": "margin", "site": "z"})
+    assert own.plot().get_suptitle() == "mean effects (metric: margin, site: z)"
+
+
+@pytest.mark.parametrize("select", [{}, {"head": 1}])
+def test_a_plot_has_a_title_a_limit_and_axes_of_the_user(result, select):
+    pytest.importorskip("matplotlib", reason="needs the extra plots")
+    from matplotlib.figure import Figure
+
+    result = replace(result, values=result.values - 2).select(**select)
+    figure = result.plot(title="Heads", limit=0.25)
+    assert figure.get_suptitle() == "Heads"
+    assert result.plot(title="").get_suptitle() == ""
+
+    mine = Figure()
+    left, right = mine.subplots(1, 2)
+    assert result.plot(title="Panel", limit=0.25, ax=right) is mine
+    assert (right.get_title(), left.get_title(), mine.get_suptitle()) == ("Panel", "", "")
+    assert not left.has_data()
+    for axes in (figure.axes[0], right):
+        if select:
+            assert axes.get_ylim() == (-0.25, 0.25)
+            heights = [patch.get_height() for patch in axes.patches]
+            assert heights == result.mean().tolist()
+        else:
+            assert axes.images[0].get_clim() == (-0.25, 0.25)
+            np.testing.assert_allclose(axes.images[0].get_array(), result.mean())
+    positive = replace(result, values=result.values.abs() + 10)
+    axes = positive.plot(limit=20).axes[0]
+    limits = axes.get_ylim() if select else axes.images[0].get_clim()
+    assert limits == (0, 20)
+    if select:
+        # Two examples have no interval.
+        few = Result(torch.tensor([[-1.0, -2.0], [3.0, 4.0]]), ("layer", "example"))
+        assert few.plot(limit=5).axes[0].get_ylim() == (-5, 5)
+
+
+def test_the_scale_of_a_plot_shows_that_effects_go_beyond_its_limit(result):
+    pytest.importorskip("matplotlib", reason="needs the extra plots")
+    largest = float(result.mean().abs().max())
+    positive = replace(result, values=result.values.abs())
+    for drawn, limit, ends in (
+        (result, None, "neither"),
+        (result, 2 * largest, "neither"),
+        (result, largest / 2, "both"),
+        (positive, float(positive.mean().max()) / 2, "max"),
+    ):
+        assert drawn.plot(limit=limit).axes[0].images[0].colorbar.extend == ends
+
+
+def test_a_plot_refuses_a_wrong_limit_or_wrong_axes(result):
+    pytest.importorskip("matplotlib", reason="needs the extra plots")
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    axes = figure.add_subplot()
+    for limit in (0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="positive"):
+            result.plot(limit=limit)
+    for wrong in (figure, figure.subplots(1, 2)):
+        with pytest.raises(TypeError, match="ax must be"):
+            result.plot(ax=wrong)
+    axes.remove()
+    with pytest.raises(ValueError, match="removed"):
+        result.plot(ax=axes)
+    three = Result(torch.ones(2, 3, 5, 4), ("layer", "head", "pos", "example"))
+    with pytest.raises(ValueError, match="facet"):
+        three.plot(facet="pos", ax=figure.axes[0])
 
 
 def test_a_result_prints_at_most_40_lines(result):
