@@ -102,6 +102,10 @@ _ARGUMENTS = {
     "add.vector": "such as edits.add(direction, scale=2.0)",
     "patterns.cache": "patterns(model, cache)",
 }
+_AUROC = "probe.auroc, the area under the ROC curve on held-out texts"
+_SCORES = (
+    "value @ probe.direction[name] + probe.direction.offsets[name], which is above 0 for `yes`"
+)
 _VALUE = "edits.replace(value, feature=3), where the value is a tensor"
 _SELECT = "result.select(layer=3), or result.values"
 
@@ -137,6 +141,13 @@ _ATTRIBUTES = {
     "Direction.shape": "direction[name].shape; direction[name] is the vector at a point",
     "Direction.norm": "direction[name].norm(); direction.unit() has vectors of length 1",
     "Direction.vector": "direction[name], the vector at a point",
+    **dict.fromkeys((f"Probe.{name}" for name in ("accuracy", "score", "scores", "auc")), _AUROC),
+    **dict.fromkeys(
+        (f"Probe.{name}" for name in ("predict", "predict_proba", "decision_function")), _SCORES
+    ),
+    "Probe.coef_": "probe.direction[name], the direction at a point",
+    "Probe.weight": "probe.direction[name], the direction at a point",
+    "Probe.intercept_": "probe.direction.offsets[name]",
     "Dictionary.cfg": "the dictionary itself: sae.reads, sae.d_in, sae.n_features, sae.activation",
     "Dictionary.point": "sae.reads, the point that the dictionary reads",
     "Dictionary.run_with_cache": (

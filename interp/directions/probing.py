@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -53,6 +53,9 @@ from interp.numbers.intervals import interval_text
 from interp.numbers.ranks import area_under_curve
 from interp.results.entries import Entries
 from interp.results.result import Result
+
+if TYPE_CHECKING:
+    from interp.plots.figure import Figure
 
 _KIND = "probe"
 _RESULTS = ("auroc", "control")
@@ -100,6 +103,22 @@ class Probe(plots.Shown):
     def top(self, k: int = 10) -> Entries:
         """Return the places with the largest AUROC, the largest first; see `Result.top`."""
         return self.auroc.top(k)
+
+    def plot(self, facet: str | None = None) -> "Figure":
+        """Plot the AUROC with true labels; see `Result.plot`."""
+        return self.auroc.plot(facet)
+
+    def to_dataframe(self) -> Any:
+        """Return a pandas table with a row for each probe.
+
+        The columns are the labels of its place, `auroc` (the mean over folds), `low` and `high`
+        (the 95% interval) and `control`. This needs the extra `tables` (pandas).
+
+        Raises:
+            ImportError: if pandas is not installed.
+        """
+        table = self.auroc.to_dataframe().rename(columns={"effect": "auroc"})
+        return table.assign(control=self.control.mean().flatten().tolist())
 
     @property
     def selectivity(self) -> Result:

@@ -3,16 +3,18 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from hooks.base import (
     Index,
     Texts,
+    library,
     named_spans,
     number_of,
     require_kind,
+    requirement,
     shows_progress,
     without_gradients,
 )
@@ -27,6 +29,9 @@ from interp.metrics import kl_divergence
 from interp.numbers.intervals import interval_text
 from interp.protocol import logits_of, runner_of
 from interp.results.result import Result
+
+if TYPE_CHECKING:
+    from interp.plots.figure import Figure
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -56,6 +61,8 @@ class SteeringCurve(plots.Shown):
     strengths: tuple[float, ...]
     score: Result
     kl: Result | None
+
+    is_plot = True
 
     def within(self, budget: float) -> float:
         """Return the strength with the largest mean score whose mean KL is within a budget.
@@ -95,13 +102,46 @@ class SteeringCurve(plots.Shown):
         shown = {"What the score gains": self.score}
         if self.kl is not None:
             shown["What other texts lose"] = self.kl
-        return plots.together("steering", shown)
+        page = plots.together("steering", shown)
+        return plots.View(page.title, page.parts, self.plot)
+
+    def plot(self) -> "Figure":
+        """Plot the mean score over the strength, and below it the mean KL, with 95% intervals. It
+        needs the extra `plots`.
+        """
+        from interp.plots.matplotlib_figures import below_each_other
+
+        heights = {}
+        for name, result in self._columns().items():
+            label = f"{name} ({result.unit})" if result.unit else name
+            heights[label] = (result.mean(), *result.interval())
+        title = "mean change at each strength"
+        return below_each_other(self.strengths, heights, axis="strength", title=title)
+
+    def to_dataframe(self) -> Any:
+        """Return a pandas table with a row for each strength.
+
+        The columns are `strength`, `score` (the mean), `score_low` and `score_high` (its 95%
+        interval) and, if there are other texts, `KL`, `KL_low` and `KL_high`. This needs the extra
+        `tables` (pandas).
+
+        Raises:
+            ImportError: if pandas is not installed.
+        """
+        table = library("pandas", requirement("tables")).DataFrame({"strength": self.strengths})
+        for name, result in self._columns().items():
+            low, high = result.interval()
+            numbers = {name: result.mean(), f"{name}_low": low, f"{name}_high": high}
+            table = table.assign(**{column: part.tolist() for column, part in numbers.items()})
+        return table
+
+    def _columns(self) -> dict[str, Result]:
+        """Return the score and, if there are other texts, their KL, by name."""
+        return {"score": self.score} if self.kl is None else {"score": self.score, "KL": self.kl}
 
     def __repr__(self) -> str:
         """Return the mean score and KL at each strength, with their intervals."""
-        columns = {"score": self.score}
-        if self.kl is not None:
-            columns["KL"] = self.kl
+        columns = self._columns()
         means = {name: result.mean() for name, result in columns.items()}
         intervals = {name: result.interval() for name, result in columns.items()}
         lines = [

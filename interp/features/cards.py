@@ -122,7 +122,8 @@ class FeatureCard:
     def to_neuronpedia(self) -> dict[str, Any]:
         """Return the card as the JSON that Neuronpedia's front end reads.
 
-        NaN and infinity become None.
+        Neuronpedia's form has no place for the logits of tokens, similar features and the number of
+        positions. They are in the additional field `hookscope`. NaN and infinity become None.
         """
         examples = [
             {
@@ -143,6 +144,12 @@ class FeatureCard:
             "quantile_values": [self.largest * end / _BINS for end in range(1, _BINS + 1)],
             "histogram": [*self.histogram],
             "activation_frequency": self.density,
+            "hookscope": {
+                "top_values": [value for _, value in self.top],
+                "bottom_values": [value for _, value in self.bottom],
+                "nearest": [[*pair] for pair in self.nearest],
+                "n_tokens": self.n_tokens,
+            },
         }
         return dict(strict_json.finite(facts))
 
@@ -150,7 +157,8 @@ class FeatureCard:
     def from_neuronpedia(cls, data: Mapping[str, Any]) -> "FeatureCard":
         """Return a card from JSON that `to_neuronpedia` or another tool wrote.
 
-        Logits are NaN, because the format does not contain them. Null is read as NaN.
+        Logits are NaN if another tool wrote the JSON, because Neuronpedia's form does not contain
+        them. Null is read as NaN.
 
         Raises:
             ValueError: if the index or the examples are missing.
@@ -171,14 +179,21 @@ class FeatureCard:
                         pos=int(example["train_token_ind"]),
                     )
                 )
+        more = data.get("hookscope", {})
+        promoted = {}
+        for name in ("top", "bottom"):
+            tokens = data.get(f"{name}_logits", ())
+            values = map(_number, more.get(f"{name}_values", [None] * len(tokens)))
+            promoted[name] = [*zip(tokens, values, strict=True)]
         return cls(
             index=int(data["index"]),
             density=_number(data.get("activation_frequency")),
             examples=examples,
-            top=[(token, math.nan) for token in data.get("top_logits", ())],
-            bottom=[(token, math.nan) for token in data.get("bottom_logits", ())],
+            **promoted,
+            nearest=[(int(index), _number(cosine)) for index, cosine in more.get("nearest", ())],
             histogram=[*map(_number, data.get("histogram", ()))],
             largest=_number(data.get("act_max")),
+            n_tokens=more.get("n_tokens"),
         )
 
 

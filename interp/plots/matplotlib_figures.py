@@ -264,14 +264,56 @@ def curves(
     axes.axhline(0, color="lightgrey", linewidth=0.8)
     axes.axhline(1, color="lightgrey", linewidth=0.8)
     for name, numbers in heights.items():
-        mean, low, high = (values.numpy(force=True) for values in numbers)
-        axes.plot(shares, mean, "o-", color=_COLOURS[name], label=name, markersize=3)
-        axes.fill_between(shares, low, high, color=_COLOURS[name], alpha=0.15, linewidth=0)
+        _line(axes, shares, numbers, colour=_COLOURS[name], label=name)
     axes.set_xscale("log")
     axes.set_xlabel("share of the edges kept")
     axes.set_ylabel("faithfulness")
     axes.legend()
     return figure
+
+
+def below_each_other(
+    x: Sequence[float],
+    heights: Mapping[str, Sequence[Float[Tensor, " x"]]],
+    axis: str,
+    title: str,
+) -> Figure:
+    """Plot numbers with intervals over one axis, in a panel of its own for each name.
+
+    Args:
+        x: the places on the axis.
+        heights: by the name of a panel, the mean and both ends of its interval.
+        axis: the name of the axis.
+        title: the title above all panels.
+    """
+    figure = Picture(figsize=(6.0, 1.0 + 2.5 * len(heights)), layout="constrained")
+    figure.suptitle(title, fontsize="small", wrap=True)
+    panels = figure.subplots(len(heights), sharex=True, squeeze=False)[:, 0]
+    for axes, (name, numbers) in zip(panels, heights.items(), strict=True):
+        axes.axhline(0, color="lightgrey", linewidth=0.8)
+        _line(axes, x, numbers, colour="#4393c3", label=name)
+        axes.set_ylabel(name)
+    panels[-1].set_xlabel(axis)
+    return figure
+
+
+def _line(
+    axes: Axes, x: Sequence[float], numbers: Sequence[Float[Tensor, " x"]], colour: str, label: str
+) -> None:
+    """Plot a line with dots through means, and a band for their interval.
+
+    Args:
+        axes: the axes to plot on.
+        x: the places, in any order.
+        numbers: the mean and both ends of its interval at each place.
+        colour: the colour.
+        label: the name of the line.
+    """
+    order = np.argsort(x)
+    places = np.asarray(x)[order]
+    mean, low, high = (values.numpy(force=True)[order] for values in numbers)
+    axes.plot(places, mean, "o-", color=colour, label=label, markersize=3)
+    axes.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
 def lines(

@@ -150,7 +150,7 @@ class Activations(plots.Shown):
         return sum(file["rows"] for file in self.files)
 
     def file(
-        self, number: int, names: Sequence[str] | None = None
+        self, number: int, names: str | Sequence[str] | None = None
     ) -> dict[str, Shaped[Tensor, "row ..."]]:
         """Return tensors of a file: the values of points, and facts about each row.
 
@@ -159,14 +159,16 @@ class Activations(plots.Shown):
 
         Args:
             number: the number of the file.
-            names: points, `tokens`, `text`, `offset` or `pos`. Default: all tensors.
+            names: points, `tokens`, `text`, `offset` or `pos`, or one of them. Default: all
+                tensors.
 
         Raises:
             UnknownNameError: if a name is unknown. The error contains close matches.
             FileNotFoundError: if the file does not exist.
             CacheError: if the file is truncated or belongs to another store.
         """
-        for name in names or ():
+        wanted = _listed(names, [*self.names, *ROWS])
+        for name in wanted:
             if name not in (*self.names, *ROWS):
                 raise unknown_name(name, [*self.names, *ROWS], "point of this store")
         try:
@@ -175,13 +177,11 @@ class Activations(plots.Shown):
             # Some jobs have not finished, so the manifest has no list of files yet. A file that
             # exists can be read.
             listed = []
-        return self._folder.read(
-            number, names or [*self.names, *ROWS], store=self._store, listed=listed
-        )
+        return self._folder.read(number, wanted, store=self._store, listed=listed)
 
     @explains_calls
     def rows(
-        self, text: int, offset: int | None = None, names: Sequence[str] | None = None
+        self, text: int, offset: int | None = None, names: str | Sequence[str] | None = None
     ) -> dict[str, Shaped[Tensor, "row ..."]]:
         """Return the rows of one text, or the row of one token of the text.
 
@@ -189,7 +189,7 @@ class Activations(plots.Shown):
             text: the number of the text.
             offset: the index of the token in the text. Default: all stored tokens.
             names: the tensors to return: points, or the facts `tokens`, `text`, `offset` and `pos`
-                of each row. Default: all of them.
+                of each row, or one of them. Default: all of them.
 
         Raises:
             IndexError: if the text does not exist, or if there is no row for this place.
@@ -200,7 +200,7 @@ class Activations(plots.Shown):
         n_texts = firsts[-1] + self.files[-1]["texts"]
         if type(text) is not int or not 0 <= text < n_texts:
             raise IndexError(f"text must be from 0 to {n_texts - 1}; got {text}")
-        wanted = [*(names or (*self.names, *ROWS))]
+        wanted = _listed(names, [*self.names, *ROWS])
         columns = self.file(bisect.bisect_right(firsts, text) - 1, [*{*wanted, "text", "offset"}])
         chosen = columns["text"] == text
         if offset is not None:
@@ -226,7 +226,7 @@ class Activations(plots.Shown):
         self,
         size: int,
         seed: int | None = 0,
-        names: Sequence[str] | None = None,
+        names: str | Sequence[str] | None = None,
         *,
         epochs: int | None = 1,
         window: int = 16,
@@ -275,7 +275,11 @@ class Activations(plots.Shown):
             epoch += 1
 
     def dataset(
-        self, size: int, seed: int | None = 0, names: Sequence[str] | None = None, window: int = 16
+        self,
+        size: int,
+        seed: int | None = 0,
+        names: str | Sequence[str] | None = None,
+        window: int = 16,
     ) -> IterableDataset[tuple[Tensor, ...]]:
         """Return the batches as a data set for `DataLoader(dataset, batch_size=None)`.
 
@@ -285,7 +289,7 @@ class Activations(plots.Shown):
         Args:
             size: the number of rows in a batch.
             seed: the seed of the order of rows; see `batches`.
-            names: the points to read. Default: all points of the store.
+            names: the points to read, or one point. Default: all points of the store.
             window: the number of files whose rows are shuffled together; see `batches`.
         """
         return Shared(partial(self.batches, size, seed, names, window=window))
@@ -317,7 +321,7 @@ class Activations(plots.Shown):
             ValueError: if there is no row.
         """
         options = {"covariance": covariance, "top": top, "sample": sample, "seed": seed}
-        wanted = [names] if isinstance(names, str) else [*(names or self.names)]
+        wanted = _listed(names, self.names)
 
         def parts() -> Iterator[StatisticsByPoint]:
             """Yield the statistics of each file of this reader."""
@@ -399,3 +403,8 @@ class Activations(plots.Shown):
             return f"Activations of {points}, not complete"
         rows = number_of(len(self), "row")
         return f"Activations of {points}, {rows} of {number_of(n_texts, 'text')}"
+
+
+def _listed(names: str | Sequence[str] | None, default: Sequence[str]) -> list[str]:
+    """Return names as a list: one name, several names, or the default if there is no name."""
+    return [names] if isinstance(names, str) else [*(names or default)]

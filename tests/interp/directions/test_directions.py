@@ -5,6 +5,7 @@ known weights.
 import copy
 import math
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from interp.directions import (
     Direction,
     Moments,
     Probe,
+    SteeringCurve,
     difference_of_means,
     erasure,
     leace,
@@ -412,6 +414,80 @@ def test_files_hold_probes(tmp_path):
     direction.save(tmp_path / "direction.safetensors")
     with pytest.raises(CacheError, match="must be a complete probe"):
         Probe.load(tmp_path / "direction.safetensors")
+
+
+def curve_of_three():
+    """Return a steering curve whose strengths are not sorted."""
+    axes, labels = ("strength", "example"), {"strength": [2.0, -1.0, 0.5]}
+    score = Result(
+        torch.tensor([[3.0, 5.0, 4.0, 4.0], [-1.0, 1.0, 0.0, 0.0], [0.5, 1.5, 1.0, 1.0]]),
+        axes,
+        labels=labels,
+        unit="nats",
+    )
+    kl = Result(score.values.square(), axes, labels=labels, unit="nats")
+    return SteeringCurve((2.0, -1.0, 0.5), score, kl)
+
+
+def test_a_steering_curve_is_a_table():
+    pytest.importorskip("pandas", reason="optional")
+    curve = curve_of_three()
+    table = curve.to_dataframe()
+    assert [*table["strength"]] == [2.0, -1.0, 0.5]
+    assert [*table["score"]] == [4.0, 0.0, 1.0]
+    assert [*table["KL"]] == [16.5, 0.5, 1.125]
+    low, high = curve.score.interval()
+    assert [*table["score_low"]] == low.tolist()
+    assert [*table["score_high"]] == high.tolist()
+    assert [*table["KL_high"]] == curve.kl.interval().high.tolist()
+    alone = replace(curve, kl=None).to_dataframe()
+    assert [*alone.columns] == ["strength", "score", "score_low", "score_high"]
+
+
+def test_a_steering_curve_is_a_figure(tmp_path):
+    pytest.importorskip("matplotlib", reason="optional")
+    curve = curve_of_three()
+    score, kl = curve.plot().axes
+    assert (score.get_ylabel(), kl.get_ylabel()) == ("score (nats)", "KL (nats)")
+    assert kl.get_xlabel() == "strength"
+    # The line goes from the smallest to the largest strength; the first line is at 0.
+    x, y = score.lines[1].get_data()
+    assert ([*x], [*y]) == ([-1.0, 0.5, 2.0], [0.0, 1.0, 4.0])
+    assert [*kl.lines[1].get_ydata()] == [0.5, 1.125, 16.5]
+    band = score.collections[0].get_paths()[0].vertices
+    ends = curve.score.interval()
+    assert {*ends.low.tolist(), *ends.high.tolist()} == {float(y) for y in band[:, 1]}
+    curve.save(tmp_path / "curve.png")
+    assert len(replace(curve, kl=None).plot().axes) == 1
+
+
+def probe_of_two():
+    """Return probes of two points, without their directions."""
+    axes, labels = ("point", "example"), {"point": ["0.resid_post", "1.resid_post"]}
+    auroc = Result(torch.tensor([[0.5, 0.75], [1.0, 0.5]]), axes, labels=labels, unit="AUROC")
+    control = Result(torch.tensor([[0.25, 0.5], [0.5, 0.75]]), axes, labels=labels)
+    return Probe(Direction({}), auroc, control)
+
+
+def test_probes_have_the_table_and_the_plot_of_their_auroc():
+    pytest.importorskip("pandas", reason="optional")
+    pytest.importorskip("matplotlib", reason="optional")
+    table = probe_of_two().to_dataframe()
+    assert [*table.columns] == ["point", "auroc", "low", "high", "control"]
+    assert [*table["point"]] == ["0.resid_post", "1.resid_post"]
+    assert [*table["auroc"]] == [0.625, 0.75]
+    assert [*table["control"]] == [0.375, 0.625]
+    bars = probe_of_two().plot().axes[0].patches
+    assert [bar.get_height() for bar in bars] == [0.625, 0.75]
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("accuracy", "probe.auroc"), ("predict", "value @ probe.direction"), ("coef_", "direction")],
+)
+def test_a_probe_names_the_way_to_what_it_lacks(name, way):
+    with pytest.raises(AttributeError, match=way):
+        getattr(probe_of_two(), name)
 
 
 def test_control_vectors_match_llama_cpp(model, tmp_path):

@@ -249,11 +249,23 @@ def test_batches_have_each_row_once(tmp_path):
     ]
     assert sorted(torch.cat(parts).tolist()) == sorted(places[:, 0].tolist())
     assert not {*parts[0].tolist()} & {*parts[1].tolist()}
-    with pytest.raises(UnknownNameError, match="point of this store"):
-        next(store.batches(3, names=["blocks.0.mlp_oot"]))
+    for names in ("blocks.0.mlp_oot", ["blocks.0.mlp_oot"]):
+        with pytest.raises(UnknownNameError, match="point of this store is named 'blocks.0.mlp_oo"):
+            next(store.batches(3, names=names))
     for wrong in ({"size": 0}, {"size": 2, "window": 0}, {"size": 2, "epochs": 0}):
         with pytest.raises(ValueError, match="at least 1"):
             next(store.batches(**wrong))
+
+
+def test_one_name_is_a_list_of_one_name(tmp_path):
+    model, texts = model_and_texts()
+    store = made(model, texts, tmp_path)
+    one = {"names": NAMES[1]}
+    (alone,) = next(store.batches(5, None, **one))
+    assert torch.equal(alone, store.file(0)[NAMES[1]][:5])
+    assert store.file(0, **one).keys() == store.rows(0, **one).keys() == {NAMES[1]}
+    assert len(next(iter(store.dataset(5, **one)))) == 1
+    assert [*store.statistics(**one)] == [NAMES[1]]
 
 
 PLAIN = """
