@@ -27,7 +27,8 @@ from tests.shipped import pydoc
 MISTAKES = r"""
 activation_patching(model, pairs, source=cache)                  | TypeError | source must be a model.*edits.replace
 runner.run_with_cache(TEXT, names='patern')                      | UnknownNameError | 'patern'; close matches: .*pattern
-sweep(model, pairs, {'a': {'blocks.0.attn.z': edits.zero()}})      | TypeError | names to runs; write ..edits.values
+sweep(model, pairs, {'blocks.0.attn.z': edits.zero()})            | TypeError | names to runs; got one mapping; write .edits.
+sweep(model, pairs, {0: {'blocks.0.attn.z': edits.zero()}})      | TypeError | names of runs must be texts; got 0
 logit_lens(model, TEXT)                                         | TypeError | 'def f.*run_with_cache
 logit_lens(model, logits)                                       | TypeError | tensor .1, 18, 103
 logit_lens(model, tokens)                                       | TypeError | tensor .1, 18

@@ -132,7 +132,7 @@ def activation_patching(
 def sweep(
     model: nn.Module,
     texts: "Texts | Pairs",
-    edits: Sequence[Hooks],
+    edits: Sequence[Hooks] | Mapping[str, Hooks],
     metric: "Metric | None" = None,
     *,
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
@@ -156,7 +156,8 @@ def sweep(
         model: the model, in evaluation mode.
         texts: the texts, or a mapping of all arguments of a run, as returned by a processor; or
             pairs, whose clean texts are run.
-        edits: the hooks of each run, in the form of the argument `hooks` of `run_with_hooks`.
+        edits: the hooks of each run, in the form of the argument `hooks` of `run_with_hooks`: a
+            list, or a mapping from a name of your own to the hooks of each run.
         metric: a function from logits to one number for each example; see `interp.metrics`.
             Default: the metric of the pairs.
         attention_mask: 1 for tokens and 0 for padding, if `texts` is a tensor [batch, pos].
@@ -166,8 +167,9 @@ def sweep(
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Effects [edit, example], metric(edited) - metric(unedited), in the metric's unit. The
-        printed result describes each edit.
+        Effects [edit, example], metric(edited) - metric(unedited), in the metric's unit. The labels
+        of `edit` are the names or, for a list, numbers; the printed result then describes each
+        edit.
 
     Warns:
         UserWarning: if effects are NaN, because the metric of an edited run is NaN, or because two
@@ -188,6 +190,13 @@ def sweep(
     edit 0 'blocks.0.mlp_out: edits.zero()'  -9.01
     edit 1 'blocks.3.mlp_out: edits.zero()'  -1.602
 
+    The hooks of a run may change several points at once, and the runs may have names:
+
+    >>> runs = {"two heads": {f"blocks.{n}.attn.z": edits.zero(head=1) for n in (0, 3)}}
+    >>> sweep(model, pairs, runs | {"an MLP": without_mlps[0]}).top(2)
+    edit an MLP     -9.01
+    edit two heads  -4.805
+
     Values of another model with the same points are read from a cache of that model:
 
     >>> import copy
@@ -204,10 +213,16 @@ def sweep(
         texts = Pairs(texts, attention_mask=attention_mask)
     elif attention_mask is not None:
         raise ValueError(padding_messages.second_mask("pairs, which contain their own mask"))
+    names: Sequence[str] = ()
+    if isinstance(edits, Mapping):
+        _check_names(edits)
+        names, edits = [*edits], [*edits.values()]
     _check_edits(edits)
     pairs = texts if metric is None else texts.measured_by(metric)
     runs = Runs(model, pairs, direction=None)
     base, effects = effects_of_edits(runs, edits, max_bytes)
+    if names:
+        return runs.result(effects, {"edit": names}, base)
     result = runs.result(effects, {"edit": range(len(edits))}, base)
     return replace(result, words={"edit": _descriptions(edits)})
 
@@ -247,14 +262,24 @@ def _check_edit(edit: object, direction: PatchingDirection) -> None:
         )
 
 
+def _check_names(runs: Mapping[str, Hooks]) -> None:
+    """Check that a mapping has the hooks of a run for each name, and is not the hooks of one run.
+
+    Raises:
+        TypeError: if a value is not the hooks of a run, or a key is not a text.
+    """
+    if any(callable(hooks) for hooks in runs.values()):
+        raise TypeError(
+            "edits must be a list with an entry for each run, or a mapping of names to runs; got "
+            "one mapping; write [edits]"
+        )
+    for name in runs:
+        if not isinstance(name, str):
+            raise TypeError(f"the names of runs must be texts; got {shown(name)}")
+
+
 def _check_edits(entries: Sequence[Hooks]) -> None:
-    """Check that the edits of a sweep are a list of mappings or pairs."""
-    if isinstance(entries, Mapping):
-        parts = entries.values()
-        got, form = "one mapping", "[edits]"
-        if any(isinstance(part, Mapping) for part in parts):
-            got, form = "a mapping of names to runs", "[*edits.values()]"
-        raise TypeError(f"edits must be a list with an entry for each run; got {got}; write {form}")
+    """Check that the edits of a sweep are a list of mappings or pairs, one for each run."""
     if callable(entries) or not isinstance(entries, Sequence):
         rule = (
             "edits must be a list with an entry for each run, such as [{'blocks.0.attn.z': "

@@ -805,3 +805,20 @@ def test_effects_say_what_was_edited():
     said = "blocks.0.mlp_out: edits.zero(pos=1)...ut: edits.scale(0.5, pos=[0, 1])"
     assert swept.words == {"edit": ["embed: halved", said]}
     assert {entry.words["edit"] for entry in swept.top(2)} == {"embed: halved", said}
+
+
+@pytest.mark.parametrize("name", ["two MLPs", "blocks.0.mlp_out"])
+def test_runs_of_a_sweep_can_have_names(name):
+    model, tokens = variant("pre"), some_tokens()
+    points = ["blocks.0.mlp_out", "blocks.1.mlp_out"]
+    runs = {name: dict.fromkeys(points, edits.zero()), "half": [(points[1], edits.scale(0.5))]}
+    swept = sweep(model, tokens, runs, METRIC)
+    assert swept.labels["edit"] == (name, "half")
+    assert swept.words == {}
+    base = brute(model, tokens, [])
+    both = brute(model, tokens, [(point, torch.zeros_like) for point in points])
+    half = brute(model, tokens, [(points[1], lambda value: value / 2)])
+    torch.testing.assert_close(swept.values, torch.stack([both, half]) - base)
+    torch.testing.assert_close(swept.select(edit="half").mean(), (half - base).mean())
+    with pytest.raises(ValueError, match="at least one"):
+        sweep(model, tokens, {}, METRIC)
