@@ -113,6 +113,8 @@ class EditedPoint:
         except Exception as error:
             if not isinstance(error, HookError):
                 error.add_note(f"this error was raised in a hook at {self.point}")
+                if isinstance(error, TypeError) and "not callable" in str(error):
+                    error.add_note("point.layer and point.name are values, without parentheses")
             raise
 
 

@@ -61,7 +61,10 @@ def resolve(
     """
     parts = flatten(selector)
     if not parts:
-        raise UnknownNameError("an empty selector matches no hook point")
+        raise UnknownNameError(
+            "a selector must name at least one hook point, such as names='*.resid_post'; got an "
+            "empty selector"
+        )
     points = known if points is None else points
     matches = [_matching(part, known, points) for part in parts]
     # The names that one part matches are already in order. This saves a loop over all names, which

@@ -56,8 +56,21 @@ def _contrast_arguments() -> dict[str, str]:
     return advice
 
 
+def _patching_arguments() -> dict[str, str]:
+    """Return the advice for positions that are given to an analysis of every position."""
+    advice = (
+        "the result has all positions: use over=['layer', 'pos'] and then "
+        "result.select(pos=[10, 13]); for positions with one meaning in all texts, use spans of "
+        "Pairs; `sweep` edits several positions together"
+    )
+    calls = ("activation_patching", "attribution_patching", "integrated_gradients")
+    words = ("pos", "position", "positions")
+    return {f"{call}.{word}": advice for call in calls for word in words}
+
+
 _HUB = "load_sae('owner/repository/folder') downloads a dictionary from the hub"
 _LAYER = "name the layer in site=, such as site='blocks.2.resid_post'"
+_VECTORS = "a direction has its points: vectors.at(2) is the vector of layer 2"
 # Words of other libraries and of papers for the number that multiplies a steering vector.
 _STRENGTHS = (
     "strength",
@@ -73,6 +86,14 @@ _STRENGTHS = (
 _ARGUMENTS = {
     **_harvest_arguments(),
     **_contrast_arguments(),
+    **_patching_arguments(),
+    "splice.use_error_term": "use error=None to leave the error out; the default adds it",
+    **dict.fromkeys(("Dictionary.hook_name", "Dictionary.hook_point"), "use reads= and writes="),
+    "Dictionary.point": "use reads= and writes=",
+    "steering_curve.layer": _VECTORS,
+    "steering_curve.layers": _VECTORS,
+    "steering_curve.site": _VECTORS,
+    "steering_curve.point": _VECTORS,
     "splice.*": "several dictionaries are one mapping, {point: dictionary}",
     "Result.mean.axis": "mean() is over examples; result.values.mean(dim) is over an axis",
     "Result.mean.dim": "mean() is over examples; result.values.mean(dim) is over an axis",

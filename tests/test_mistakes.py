@@ -26,6 +26,15 @@ from tests.shipped import pydoc
 
 MISTAKES = r"""
 activation_patching(model, pairs, source=cache)                  | TypeError | source must be a model.*edits.replace
+activation_patching(model, pairs, pos=[10, 13])                  | TypeError | pos=; .*over=.*select.*spans.*sweep
+attribution_patching(model, pairs, positions=-1)                 | TypeError | positions=; .*over=.*select.*spans.*sweep
+activation_patching(model, pairs, ['z', 'mlp_out'])              | TypeError | mlp_out.*each site.*sweep
+interp.splice(model, sae, use_error_term=False)                  | TypeError | use_error_term=; use error=None
+features.Dictionary(eye, eye, eye[0], eye[0], nn.ReLU(), hook_name='embed') | TypeError | hook_name=; use reads=
+directions.steering_curve(model, Direction({}), [TEXT], [0.5], None, layer=2) | TypeError | layer=; .*vectors.at
+path_patching(model, pairs, receivers=(3, 1))                    | UnknownNameError | this head a3.h1<q>.*is named .3, 1
+path_patching(model, pairs, senders=(3, 1))                      | UnknownNameError | this head a3.h1.*is named .3, 1
+runner.run_with_cache(TEXT, names=[])                            | UnknownNameError | at least one hook point
 runner.run_with_cache(TEXT, names='patern')                      | UnknownNameError | 'patern'; close matches: .*pattern
 sweep(model, pairs, {'blocks.0.attn.z': edits.zero()})            | TypeError | names to runs; got one mapping; write .edits.
 sweep(model, pairs, {0: {'blocks.0.attn.z': edits.zero()}})      | TypeError | names of runs must be texts; got 0

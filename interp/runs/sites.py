@@ -86,9 +86,11 @@ def named(runner: HookedRunner, choice: Choice) -> dict[int, str]:
         ValueError: if a layer does not exist.
     """
     if not isinstance(choice.site, str):
+        remedy = "pass a metric to Pairs instead"
+        if isinstance(choice.site, list | tuple):
+            remedy = "call the analysis for each site; `sweep` edits several points together"
         raise TypeError(
-            f"site must be a name, such as 'resid_pre'; got {shown(choice.site)} "
-            "(pass a metric to Pairs instead)"
+            f"site must be a name, such as 'resid_pre'; got {shown(choice.site)} ({remedy})"
         )
     points = runner.points
     if choice.site in points and layer_of(choice.site) is None:

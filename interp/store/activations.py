@@ -258,7 +258,7 @@ class Activations(plots.Shown):
         require_integer("size", size)
         require_integer("window", window)
         require_integer("epochs", 1 if epochs is None else epochs)
-        read = partial(self.file, names=names or self.names)
+        read = partial(self.file, names=self.names if names is None else names)
         epoch = 0
         any_row = False
         while epochs is None or epoch < epochs:
@@ -406,5 +406,13 @@ class Activations(plots.Shown):
 
 
 def _listed(names: str | Sequence[str] | None, default: Sequence[str]) -> list[str]:
-    """Return names as a list: one name, several names, or the default if there is no name."""
-    return [names] if isinstance(names, str) else [*(names or default)]
+    """Return names as a list: one name, several names, or the default for None.
+
+    Raises:
+        ValueError: if there is no name.
+    """
+    if names is None:
+        return [*default]
+    if not names:
+        raise ValueError(f"names must be at least one point, or None for all; got {names!r}")
+    return [names] if isinstance(names, str) else [*names]

@@ -289,6 +289,15 @@ def test_an_error_of_a_hook_has_a_note_with_its_point(runner, tokens):
     assert not hasattr(caught.value, "__notes__")
 
 
+def test_an_attribute_of_a_point_that_is_called_has_a_note(runner, tokens):
+    def broken(value, point):
+        return value * point.layer()
+
+    with pytest.raises(TypeError) as caught:
+        runner.run_with_hooks(tokens, hooks={"blocks.1.mlp_out": broken})
+    assert "point.layer" in caught.value.__notes__[1]
+
+
 def test_one_position_is_a_list_of_one(runner, tokens):
     with pytest.raises(TypeError, match=r"pos=\[5\]"):
         runner.run_with_cache(tokens, pos=5)

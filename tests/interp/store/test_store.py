@@ -266,6 +266,11 @@ def test_one_name_is_a_list_of_one_name(tmp_path):
     assert store.file(0, **one).keys() == store.rows(0, **one).keys() == {NAMES[1]}
     assert len(next(iter(store.dataset(5, **one)))) == 1
     assert [*store.statistics(**one)] == [NAMES[1]]
+    for read in (store.statistics, partial(store.file, 0), partial(store.rows, 0)):
+        with pytest.raises(ValueError, match=r"at least one point.*\[\]"):
+            read(names=[])
+    with pytest.raises(ValueError, match="at least one point"):
+        next(store.batches(5, names=[]))
 
 
 PLAIN = """
