@@ -132,7 +132,7 @@ def activation_patching(
 def sweep(
     model: nn.Module,
     texts: "Texts | Pairs",
-    edits: Sequence[Hooks] | Mapping[str, Hooks],
+    edits: "Sequence[Hooks] | Mapping[str, Hooks]",
     metric: "Metric | None" = None,
     *,
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
