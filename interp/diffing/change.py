@@ -187,6 +187,7 @@ class ModelChange(plots.Shown):
     kl_curve: Result
     controls: Mapping[str, Controls]
     outside_layers: tuple[str, ...] | None
+    _other_names: Mapping[str, tuple[str, ...]]
     _models: TwoModels
     _rows: list[list[int]]
     _batch: int
@@ -377,7 +378,10 @@ class ModelChange(plots.Shown):
         """Return a line about changed weights outside the layers."""
         if self.outside_layers is None:
             return "  changed weights outside the layers: not known"
-        names = [*self.outside_layers[:_NAMES_SHOWN]]
+        names = []
+        for name in self.outside_layers[:_NAMES_SHOWN]:
+            others = "".join(f" (also {other})" for other in self._other_names.get(name, ()))
+            names.append(f"{name}{others}")
         if n_more := len(self.outside_layers) - len(names):
             names.append(f"… {n_more} more")
         all_names = " (all changed weights: .weights.changed)" if names else ""
@@ -484,13 +488,15 @@ def compare_models(
         kl_curve.append(_over_positions(measured.kl))
     if models is None or measured is None:
         raise ValueError("tuned must contain at least one model; got none")
+    outside = changed_outside_layers(models)
     return ModelChange(
         kl=measured.kl,
         stream=measured.stream,
         curves=_over_checkpoints(curves, labels, measured.stream),
         kl_curve=_over_checkpoints(kl_curve, labels, measured.kl),
         controls=measured.controls,
-        outside_layers=changed_outside_layers(models),
+        outside_layers=None if outside is None else tuple(outside),
+        _other_names=outside or {},
         _models=models,
         _rows=rows,
         _batch=batch,

@@ -76,6 +76,19 @@ class Weight(NamedTuple):
     rank: int | None = None
 
 
+class WeightOfBoth(NamedTuple):
+    """A weight that both models have.
+
+    Attributes:
+        tuned, base: the weight in both models.
+        other_names: the other names of the weight, if both models tie it.
+    """
+
+    tuned: Weight
+    base: Weight
+    other_names: tuple[str, ...] = ()
+
+
 class ChangedRows(NamedTuple):
     """The rows that changed in a weight with a row for each token.
 
@@ -119,6 +132,8 @@ class MatrixChange:
             contains queries, keys and values; empty for other weights.
         rows: the tokens whose rows changed, for an embedding or an unembedding; None for other
             weights.
+        other_names: the other names of a tied weight, such as `lm_head.weight`, if both models tie
+            it.
 
     >>> import copy
     >>> from interp import compare_models
@@ -146,12 +161,14 @@ class MatrixChange:
     random_strength: float = math.nan
     parts: Mapping[str, float] = field(default_factory=dict)
     rows: ChangedRows | None = None
+    other_names: tuple[str, ...] = ()
 
     def parts_in_words(self) -> str:
-        """Return the changes of the parts, or the tokens of the rows that changed, in parentheses
-        after a space; empty without parts and rows.
+        """Return the other names, the changes of the parts, or the tokens of the rows that changed,
+        in parentheses after a space; empty without these facts.
         """
-        facts = [f"{part} {size:.3g}" for part, size in self.parts.items()]
+        facts = [f"also {name}" for name in self.other_names]
+        facts += [f"{part} {size:.3g}" for part, size in self.parts.items()]
         if self.rows is not None:
             role, n, tokens = self.rows
             words = " ".join(map(repr, tokens[:_SHOWN]))
@@ -188,12 +205,14 @@ class WeightChanges(plots.Shown):
         return [change.name for change in self.changes if change.relative > 0]
 
     def __getitem__(self, name: str) -> MatrixChange:
-        """Return the change of a weight by its name.
+        """Return the change of a weight by its name. A tied weight has several names.
 
         Raises:
             UnknownNameError: if there is no such weight. The error contains close matches.
         """
-        by_name = {change.name: change for change in self.changes}
+        by_name: dict[str, MatrixChange] = {}
+        for change in self.changes:
+            by_name |= dict.fromkeys((change.name, *change.other_names), change)
         if name not in by_name:
             raise unknown_name(name, by_name, "weight of both models")
         return by_name[name]
@@ -291,17 +310,18 @@ def weight_changes(
     fused = _fused(models.tuned) | _fused(models.base)
     changes = []
     for name in progress_of(weights, "weights", len(weights)):
-        tuned, base = weights[name]
+        tuned, base, other_names = weights[name]
         writer = writers.get(base.module) if name.endswith(".weight") else None
         changes.append(decomposed.change(name, tuned=tuned, base=base, writer=writer))
         parts = _parts_of(tuned.parameter, base.parameter, fused)
-        changes[-1] = replace(changes[-1], parts=parts)
+        changes[-1] = replace(changes[-1], parts=parts, other_names=other_names)
     changes.sort(key=lambda change: change.relative, reverse=True)
     return WeightChanges(tuple(changes))
 
 
-def changed_outside_layers(models: TwoModels) -> tuple[str, ...] | None:
-    """Return the names of the changed weights that are not in blocks, such as the unembedding.
+def changed_outside_layers(models: TwoModels) -> dict[str, tuple[str, ...]] | None:
+    """Return the names of the changed weights that are not in blocks, such as the unembedding, with
+    the other names of each tied weight.
 
     Args:
         models: the two models.
@@ -320,8 +340,8 @@ def changed_outside_layers(models: TwoModels) -> tuple[str, ...] | None:
         weights = weights_of_both(models)
     except ValueError:
         return None
-    changed = []
-    for name, (weight, other) in weights.items():
+    changed: dict[str, tuple[str, ...]] = {}
+    for name, (weight, other, other_names) in weights.items():
         if {id(weight.parameter), id(other.parameter)} <= in_blocks:
             continue
         if not (_is_plain(weight.parameter) and _is_plain(other.parameter)):
@@ -332,8 +352,8 @@ def changed_outside_layers(models: TwoModels) -> tuple[str, ...] | None:
             ours = weight.parameter.detach()
             is_equal = torch.equal(ours, to_device(other.parameter.detach(), ours.device))
         if not is_equal:
-            changed.append(name)
-    return tuple(changed)
+            changed[name] = other_names
+    return changed
 
 
 def _is_plain(parameter: Tensor) -> bool:
@@ -341,7 +361,7 @@ def _is_plain(parameter: Tensor) -> bool:
     return type(parameter.data) is Tensor and not parameter.is_meta
 
 
-def weights_of_both(models: TwoModels) -> dict[str, tuple[Weight, Weight]]:
+def weights_of_both(models: TwoModels) -> dict[str, WeightOfBoth]:
     """Return the weights of the tuned model and of the base by name.
 
     Two names of one weight are one entry, under the first name, if both models tie these names. If
@@ -356,8 +376,8 @@ def weights_of_both(models: TwoModels) -> dict[str, tuple[Weight, Weight]]:
     tuned = weights_of(models.tuned, with_adapter=True)
     base = weights_of(models.base, with_adapter=not models.is_one)
     _require_same_weights(tuned, base)
-    weights = {}
-    listed = set()
+    weights: dict[str, WeightOfBoth] = {}
+    first_name: dict[Any, str] = {}
     for name in tuned:
         both = tuned[name], base[name]
         # An adapter of one module leaves the other modules of a tied weight as they are.
@@ -365,9 +385,12 @@ def weights_of_both(models: TwoModels) -> dict[str, tuple[Weight, Weight]]:
             (id(weight.parameter), None if weight.added is None else weight.module)
             for weight in both
         )
-        if identity not in listed:
-            listed.add(identity)
-            weights[name] = both
+        first = first_name.setdefault(identity, name)
+        if first == name:
+            weights[name] = WeightOfBoth(*both)
+        else:
+            other_names = (*weights[first].other_names, name)
+            weights[first] = weights[first]._replace(other_names=other_names)
     return weights
 
 

@@ -221,11 +221,21 @@ def test_a_changed_embedding_that_is_tied_in_one_model_has_two_names():
     assert roles == [("embedding", 1, (3,)), ("unembedding", 1, (3,))]
 
 
-def test_a_tied_weight_has_one_name_if_both_models_tie_it():
-    tied, _, embedding, _, tokens = tied_and_untied("plain")
+@pytest.mark.parametrize("kind", ["attached", "plain"])
+def test_a_tied_weight_is_one_weight_if_both_models_tie_it(kind):
+    tied, _, embedding, unembedding, tokens = tied_and_untied(kind)
     tuned = scaled(tied, [embedding], 1.5)
     change = compare_models(tuned, tied, tokens)
     assert change.outside_layers == (embedding,)
+    if kind == "attached":
+        assert f": {embedding} (also {unembedding}) (all changed weights" in repr(change)
+        assert f"{embedding} [{len(tied.lm_head.weight)}" in repr(change.weights)
+        for printed in (repr(change.weights), repr(change.top())):
+            assert f"(also {unembedding}, embedding and unembedding, " in printed
+        assert change.weights[unembedding] is change.weights[embedding]
+    else:
+        # The unembedding of a plain model has no weight of its own.
+        assert "also" not in repr(change)
     assert len(change.weights.changes) == len([*tied.parameters()])
     assert change.weights[embedding].rows[0] == "embedding and unembedding"
 
