@@ -69,6 +69,8 @@ def _patching_arguments() -> dict[str, str]:
 
 
 _HUB = "load_sae('owner/repository/folder') downloads a dictionary from the hub"
+_SIZE = "change it afterwards: figure = result.plot(); figure.set_size_inches(4, 3)"
+_LIMIT = "use limit=2.0 for colours from -2 to 2"
 _LAYER = "name the layer in site=, such as site='blocks.2.resid_post'"
 _VECTORS = "a direction has its points: vectors.at(2) is the vector of layer 2"
 # Words of other libraries and of papers for the number that multiplies a steering vector.
@@ -113,6 +115,10 @@ _ARGUMENTS = {
     "direct_logit_attribution.tokens": "use right= and wrong=",
     "direct_logit_attribution.answers": "use right= and wrong=",
     "Result.top.abs": "places are sorted by the absolute value of the mean effect",
+    "Result.plot.figsize": _SIZE,
+    "Result.plot.size": _SIZE,
+    **dict.fromkeys((f"Result.plot.{name}" for name in ("vmax", "vmin", "clim")), _LIMIT),
+    "Result.plot.cmap": "change it afterwards: figure.axes[0].images[0].set_cmap('viridis')",
     "Result.top.signed": "use largest=True, or largest=False for the smallest first",
     "mean.over": "it is now across=",
     **{f"add.{name}": "use scale=" for name in _STRENGTHS},
@@ -152,6 +158,12 @@ _ATTRIBUTES = {
     "Result.min": "result.top(1, largest=False)",
     "Result.argmin": "result.top(1, largest=False)",
     "Result.topk": "result.top(k, largest=True)",
+    "Result.to_csv": "result.save('x.csv'), or result.to_dataframe().to_csv('x.csv')",
+    "Result.to_latex": "result.to_dataframe().to_latex(index=False)",
+    "Result.savefig": "result.plot().save('x.pdf')",
+    "Result.std": "result.interval(), the 95% interval of the mean",
+    "Entries.to_dataframe": "pandas.DataFrame(entry._asdict() for entry in entries), or a table of "
+    "all places with result.to_dataframe()",
     "Result.numpy": "result.values.numpy()",
     "Result.tolist": "result.values.tolist()",
     "Result.squeeze": _SELECT,

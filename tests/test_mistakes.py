@@ -406,6 +406,13 @@ effects.mean('example')                                         | TypeError | re
 effects.mean(axis='layer')                                      | TypeError | axis=; .*values.mean
 effects.select(layer=-1)                                        | ValueError | got -1; counted from the end, this is 3
 effects.plot(facets='head')                                     | TypeError | facets=; close matches: facet
+effects.plot(figsize=(4, 3))                                    | TypeError | figsize=; .*set_size_inches
+effects.plot(vmax=2)                                            | TypeError | vmax=; use limit=
+effects.to_csv('x.csv')                                         | AttributeError | result.save..x.csv
+effects.to_latex()                                              | AttributeError | to_dataframe...to_latex
+effects.savefig('x.pdf')                                        | AttributeError | result.plot...save
+effects.std()                                                   | AttributeError | result.interval
+effects.top(3).to_dataframe()                                   | AttributeError | result.to_dataframe
 effects.top(3).heads                                            | AttributeError | entry.where.'head'. for entry in entries
 effects.top(3).effects                                          | AttributeError | entry.effect for entry in entries
 effects.top(3).note                                             | AttributeError | close matches: notes

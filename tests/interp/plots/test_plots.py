@@ -426,6 +426,18 @@ def test_a_plot_is_saved_by_the_word_of_views(tmp_path):
     assert len([*tmp_path.iterdir()]) == 3
 
 
+def test_a_saved_plot_has_the_dots_per_inch_of_the_user(tmp_path):
+    images = pytest.importorskip("matplotlib.image", reason="needs the extra plots")
+    figure = Result(torch.rand(3, 5), ("layer", "example")).plot()
+    sizes = []
+    for name, options in (("a.png", {}), ("b.png", {"dpi": 300})):
+        figure.save(tmp_path / name, **options)
+        sizes.append(images.imread(tmp_path / name).shape[1])
+    assert sizes[1] == pytest.approx(3 * sizes[0], abs=3)
+    with pytest.raises(TypeError, match="dip=; it takes dpi"):
+        figure.save(tmp_path / "c.png", dip=300)
+
+
 def test_a_view_is_saved_and_refuses_a_figure_it_has_not(cache, bundled, tmp_path):
     view = plots.patterns(bundled, cache)
     view.save(tmp_path / "x.html")
