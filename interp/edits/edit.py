@@ -234,6 +234,17 @@ class Edit:
             new = torch.where(to_device(place.mask, region.device), new, region)
         return place.box, new
 
+    def short(self) -> str:
+        """Return the edit as text, with its place and without its other arguments.
+
+        >>> from interp import edits
+        >>> edits.scale(0.5, head=3).short()
+        'edits.scale(..., head=3)'
+        """
+        parts = ["..."] if self.arguments else []
+        parts += [f"{axis}={_shown(index)}" for axis, index in self.where.items()]
+        return f"edits.{self.name}({', '.join(parts)})"
+
     def __repr__(self) -> str:
         source_pos = None if self.source is None else self.source.columns
         arguments = {**self.arguments, "source_pos": source_pos, **self.where}

@@ -230,22 +230,45 @@ def sweep(
 def _descriptions(edits: Sequence[Hooks]) -> list[str]:
     """Return a description of each entry of a sweep.
 
-    The middle of a long description is left out, unless descriptions would then be equal.
+    A description of more than 70 characters leaves out the arguments of edits and, if this is not
+    enough, all changes but the first, unless descriptions would then be equal.
     """
-    whole = [*map(_described, edits)]
-    shortened = [text if len(text) <= 70 else f"{text[:35]}...{text[-32:]}" for text in whole]
+    whole = [", ".join(_described(edit)) for edit in edits]
+    shortened = [
+        text if len(text) <= _LONGEST else _shortened(edit)
+        for text, edit in zip(whole, edits, strict=True)
+    ]
     return shortened if len({*shortened}) == len({*whole}) else whole
 
 
-def _described(edit: Hooks) -> str:
-    """Return the points and changes of an entry of a sweep."""
+_LONGEST = 70
+"""A description with more characters is long."""
+
+
+def _shortened(edit: Hooks) -> str:
+    """Return a long description of an entry in a short form."""
+    first, *others = changes = _described(edit, in_short=True)
+    text = ", ".join(changes)
+    return text if len(text) <= _LONGEST or not others else f"{first} and {len(others)} more"
+
+
+def _described(edit: Hooks, in_short: bool = False) -> list[str]:
+    """Return the point and the edit of each change of an entry of a sweep.
+
+    Args:
+        edit: the entry.
+        in_short: whether to leave out the arguments of edits, except their places.
+    """
     changes = edit.items() if isinstance(edit, Mapping) else edit
     parts = []
     for point, change in changes:
         # Functions and modules are shown by name.
         point_name = getattr(point, "__name__", point)
-        parts.append(f"{point_name}: {getattr(change, '__name__', change)}")
-    return ", ".join(parts)
+        text = getattr(change, "__name__", change)
+        if in_short and isinstance(change, Edit):
+            text = change.short()
+        parts.append(f"{point_name}: {text}")
+    return parts
 
 
 def _check_edit(edit: object, direction: PatchingDirection) -> None:

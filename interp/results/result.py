@@ -57,7 +57,13 @@ if TYPE_CHECKING:
 _FORMAT = "hookscope-result-2"
 _TUPLES = ("axes", "bounds", "counts", "groups")
 _LARGEST_SHARE = 10
+# The printed result explains a share beyond this number.
+_USUAL_SHARE = 1.5
 _SHARES = "shares of target - base"
+_BEYOND = (
+    "a share beyond 1 is a change of the metric that is larger than target - base; other places "
+    "work against it, or target - base is small"
+)
 _TEXTS_OF_RUNS = {
     "denoising": (" (corrupted texts)", " (clean texts)"),
     "noising": (" (clean texts)", " (corrupted texts)"),
@@ -871,7 +877,10 @@ class Result(plots.Shown):
         for name, text, metric in zip(("base", "target"), texts, metrics, strict=True):
             if metric is not None:
                 runs.append(f"{name} {metric.mean().item():+.4g}{text}")
-        lines = [", ".join(facts), ", ".join(runs), *repr(self.top(3)).splitlines()]
+        top = self.top(3)
+        lines = [", ".join(facts), ", ".join(runs), *repr(top).splitlines()]
+        if self.unit == _SHARES and any(abs(entry.effect) > _USUAL_SHARE for entry in top):
+            lines.append(_BEYOND)
         unit = f", in {self.unit}" if self.unit else ""
         if self.unit == _SHARES:
             unit += " (0: base run, 1: target run)"

@@ -413,6 +413,19 @@ def test_a_table_for_pandas(result):
     assert len(result.select(layer=4, head=0).to_dataframe()) == 1
 
 
+@pytest.mark.parametrize(("effect", "is_explained"), [(7.0, True), (-7.0, True), (5.0, False)])
+def test_a_print_explains_shares_beyond_1(effect, is_explained):
+    """The difference of the runs is 4, so the shares are 1.75, -1.75 and 1.25."""
+    effects = Result(
+        torch.tensor([[effect, effect], [1.0, 3.0]]),
+        ("layer", "example"),
+        base=torch.tensor([1.0, 2.0]),
+        target=torch.tensor([5.0, 6.0]),
+    )
+    assert "beyond 1" not in repr(effects)
+    assert ("beyond 1" in repr(effects.normalized())) == is_explained
+
+
 @pytest.mark.parametrize("normal", [False, True])
 def test_saved_and_loaded(result, tmp_path, normal):
     limits = {"bounds": (0.0, math.inf), "counts": (2.0, 3.5), "groups": (*range(EXAMPLES - 1), 0)}

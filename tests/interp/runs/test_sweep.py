@@ -226,20 +226,42 @@ def test_random_sweeps_equal_whole_runs(seed):
         close(found.values[n], alone(model, tokens, entry, read, mask) - base)
 
 
-@pytest.mark.parametrize("n_points", [1, 6])
-def test_each_edit_of_a_sweep_has_its_own_words(n_points):
-    """The edits differ at the end of their descriptions, or in the middle (six points)."""
+@pytest.mark.parametrize("is_first", [True, False])
+def test_each_edit_of_a_sweep_has_its_own_words(is_first):
+    """The edits differ in the first of six changes, or in the last."""
     model, tokens = variant("pre"), some_tokens()
     _, cache = HookedRunner(model).run_with_cache(some_tokens(8))
-    points = [f"blocks.1.{name}" for name in ("attn.z", *("mlp_out",) * (n_points - 1))]
     entries = []
     for head in range(2):
-        means = [edits.mean(cache, across=("batch", "pos"), head=head)]
-        entries.append([*zip(points, means + [edits.scale(0.5)] * (n_points - 1), strict=True)])
+        entry = [("blocks.1.mlp_out", edits.scale(0.5))] * 5
+        mean = edits.mean(cache, across=("batch", "pos"), head=head)
+        entry.insert(0 if is_first else 5, ("blocks.1.attn.z", mean))
+        entries.append(entry)
     words = sweep(model, tokens, entries, METRICS["last"]).words["edit"]
-    assert [f"head={head})" in word for head, word in enumerate(words)] == [True, True]
-    assert len({*words}) == 2
-    assert all(len(word) <= 70 for word in words) == (n_points == 1)
+    if is_first:
+        said = "blocks.1.attn.z: edits.mean(..., head={}) and 5 more"
+        assert words == [said.format(head) for head in range(2)]
+    else:
+        # The short forms are equal.
+        whole = (
+            "edits.scale(0.5), blocks.1.attn.z: edits.mean(cache, across=('batch', 'pos'), head={})"
+        )
+        assert all(word.endswith(whole.format(head)) for head, word in enumerate(words))
+
+
+def test_a_long_description_leaves_out_the_arguments_of_edits():
+    model, tokens = variant("pre"), some_tokens()
+    _, cache = HookedRunner(model).run_with_cache(some_tokens(8))
+    mean = edits.mean(cache, across=("batch", "pos"), head=1, pos=[0, 1, 2])
+    entries = [{"blocks.1.attn.z": mean}, {"embed": edits.zero(), "blocks.1.attn.z": mean}]
+    words = sweep(model, tokens, entries, METRICS["last"]).words["edit"]
+    said = "blocks.1.attn.z: edits.mean(..., head=1, pos=[0, 1, 2])"
+    assert words == [said, "embed: edits.zero() and 1 more"]
+    entries = [
+        {"embed": edits.zero(), "blocks.1.attn.z": edits.mean(cache, across=("batch", "pos"))}
+    ]
+    (word,) = sweep(model, tokens, entries, METRICS["last"]).words["edit"]
+    assert word == "embed: edits.zero(), blocks.1.attn.z: edits.mean(...)"
 
 
 def draw_pairs(**options):
@@ -800,9 +822,8 @@ def test_effects_say_what_was_edited():
 
     zero, half = edits.zero(pos=1), edits.scale(0.5, pos=[0, 1])
     several = [("blocks.0.mlp_out", zero), ("*.attn_out", half)]
-    # The middle of a long description is left out.
     swept = sweep(variant("pre"), some_tokens(), [{"embed": halved}, several], METRIC)
-    said = "blocks.0.mlp_out: edits.zero(pos=1)...ut: edits.scale(0.5, pos=[0, 1])"
+    said = "blocks.0.mlp_out: edits.zero(pos=1) and 1 more"
     assert swept.words == {"edit": ["embed: halved", said]}
     assert {entry.words["edit"] for entry in swept.top(2)} == {"embed: halved", said}
 
