@@ -9,7 +9,7 @@ promise that "Stability" gives there. This command writes the file anew:
 
 1. `lines` writes each public module, then the classes that users receive but do not import
    (`returned`), the named unions of types, the command line, the form of results in JSON, and the
-   needed versions.
+   needed versions. The names in files and tables follow (`file_names`).
 2. `members` writes the constructor of a class, its attributes, methods and operators.
 3. `arguments` writes a signature with the types and the values of all defaults.
 """
@@ -23,6 +23,7 @@ import functools
 import importlib
 import inspect
 import json
+import re
 import textwrap
 import tomllib
 import typing
@@ -37,7 +38,9 @@ from jaxtyping import Int
 from hooks import Mode
 from interp import json_form
 from interp.cli import command
+from interp.plots import Shown
 from models.running.generation import GenerationOptions
+from tests import file_names
 from tests.faces import MODULES, is_ours
 from tests.returned import DETAILS, HELD, public_values, reached, received, returned
 from tests.written import members_of, type_text, value_text
@@ -265,13 +268,41 @@ def lines():
 
 def record():
     """Return the record as one text."""
-    return "\n".join(lines()) + "\n"
+    return "\n".join([*lines(), *file_names.lines()]) + "\n"
+
+
+def require_same(recorded, now):
+    """Fail if recorded lines differ from the lines of the code."""
+    changed = [line for line in difflib.ndiff(recorded, now) if line[0] in "+-"]
+    assert not changed, "\n".join([*changed, __doc__])
 
 
 def test_public_signatures_are_the_recorded_signatures():
-    now, recorded = record().splitlines(), RECORD.read_text().splitlines()
-    changed = [line for line in difflib.ndiff(recorded, now) if line[0] in "+-"]
-    assert not changed, "\n".join([*changed, __doc__])
+    before, heading, _ = RECORD.read_text().partition(f"{file_names.HEADING}\n")
+    assert heading
+    require_same(before.splitlines(), [*lines()])
+
+
+@pytest.mark.filterwarnings("ignore:the circuit was found on")
+@pytest.mark.parametrize("name", file_names.makers())
+def test_names_in_files_and_tables_are_the_recorded_names(name):
+    recorded = file_names.recorded(RECORD.read_text())
+    require_same(recorded[name], [*file_names.makers()[name]()])
+
+
+def test_each_method_as_json_is_called_for_the_record():
+    pytest.importorskip("sklearn")
+    recorded = set(re.findall(r"^    (?:.+: )?kind = '(\w+)'$", RECORD.read_text(), re.MULTILINE))
+    have_form = {kind for kind in recorded_classes() if hasattr(kind, "as_json")} - {Shown}
+    called = {kind.as_json for kind in have_form if kind.__name__ in recorded}
+    assert len(called) > 40
+    assert not [kind for kind in have_form if kind.as_json not in called]
+
+
+def test_each_recorded_file_and_table_can_still_be_made():
+    for library in ("datasets", "pandas", "sklearn"):
+        pytest.importorskip(library)
+    assert [*file_names.recorded(RECORD.read_text())] == [*file_names.makers()]
 
 
 def recorded_classes():
