@@ -27,6 +27,19 @@ def is_of_text(name: str) -> bool:
     return name.partition(".")[0].partition("_")[0] not in STACKS
 
 
+def has_text_of_logits(name: str) -> bool:
+    """Return True if the positions of a point are positions of the texts that the logits predict.
+
+    In an encoder-decoder model, these are the texts of the decoder.
+
+    >>> has_text_of_logits("decoder.blocks.3.resid_pre")
+    True
+    >>> has_text_of_logits("encoder.blocks.3.resid_pre")
+    False
+    """
+    return is_of_text(name) or name.startswith("decoder.")
+
+
 class Sizes(Protocol):
     """The sizes that a model's `config` has."""
 

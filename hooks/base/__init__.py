@@ -88,7 +88,7 @@ from hooks.base.kinds import (
 from hooks.base.memory import free_memory, require_room
 from hooks.base.nested import mapped, tensors_in, with_first_tensor
 from hooks.base.paths import layer_of
-from hooks.base.pieces import Piece, piece_read, reading
+from hooks.base.pieces import Piece, n_moved_columns, piece_read, prompts_moved, reading
 from hooks.base.processes import Shards, is_whole, mesh_of, whole
 from hooks.base.progress import Count, progress_bar, progress_of, shows_progress
 from hooks.base.saying import aligned_rows, number_of, shown
@@ -218,6 +218,7 @@ __all__ = [
     "missing_name",
     "model_gap",
     "module_rounding",
+    "n_moved_columns",
     "name_of_parts",
     "named_spans",
     "names_fields",
@@ -231,6 +232,7 @@ __all__ = [
     "places_inside",
     "progress_bar",
     "progress_of",
+    "prompts_moved",
     "reading",
     "real_columns",
     "real_of",

@@ -7,8 +7,8 @@ callers pass the reason of a message as text, such as the name of the model that
 1. Masks of texts: `mask_shape`, `mask_numbers`, `mask_changed`, `mask_axes`, `second_mask`,
    `mask_unknown`.
 2. Selected tokens: `no_real_token`, `padding_selected`, `before_the_text`.
-3. Texts with padding: `wrong_side`, `unequal_lengths`, `decoder_copies_padding`, `several_texts`,
-   `different_padding`, `no_donor`.
+3. Texts with padding: `moved_prompts`, `wrong_side`, `unequal_lengths`, `decoder_copies_padding`,
+   `several_texts`, `different_padding`, `no_donor`.
 
 Errors about a mask of queries and keys (`query_key_mask`) are in `models.running.masks`.
 """
@@ -169,6 +169,19 @@ def before_the_text(what: str, length: int, given: object) -> str:
     'pos must be from -3 on in a text of 3 tokens; got -5'
     """
     return f"{what} must be from {-length} on in a text of {length} tokens; got {given}"
+
+
+def moved_prompts(what: str, selected: object) -> str:
+    """Return the message for columns of prompts that a generation has padded on the left.
+
+    Args:
+        what: the name of the positions.
+        selected: the selected columns.
+    """
+    return (
+        f"{what} must count from the end, as in pos=-1, because a generation pads prompts of "
+        f"unequal length on the left; got {selected!r}: or generate one prompt at a time"
+    )
 
 
 def wrong_side(side: Side, because: str) -> str:

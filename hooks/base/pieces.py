@@ -140,6 +140,7 @@ class Piece:
 
 _WHOLE = Piece()
 _piece = Scoped("piece", _WHOLE)
+_moved = Scoped("moved prompts", 0)
 
 
 def position_offset(
@@ -176,6 +177,24 @@ def position_offset(
 def reading(piece: Piece) -> AbstractContextManager[None]:
     """Return a context manager inside which runs read a piece of their texts."""
     return _piece.set(piece)
+
+
+def prompts_moved(n_columns: int) -> AbstractContextManager[None]:
+    """Return a context manager inside which prompts are in other columns than in the user's texts.
+
+    A generation pads prompts of unequal length on the left, and texts of a run are padded on the
+    right. So a column of a prompt is another token there, and edits raise an error for a position
+    that counts columns of prompts.
+
+    Args:
+        n_columns: the number of columns of the prompts; 0 if they did not move.
+    """
+    return _moved.set(n_columns)
+
+
+def n_moved_columns() -> int:
+    """Return the number of columns of prompts that moved, or 0; see `prompts_moved`."""
+    return 0 if torch.compiler.is_compiling() else _moved.get()
 
 
 def piece_read() -> Piece:

@@ -141,7 +141,7 @@ def answers_of_targets(model: nn.Module, text: Text, targets: Any, pos: int) -> 
     if len(targets) == 1:
         (tokens,) = text.listed()
         before = tokens[: pos % len(tokens) + 1]
-        answer = tokens_of_answer(model, before, targets[0], in_tuple=True)
+        answer = tokens_of_answer(model, before, targets[0], "tuple")
         return AnswersOfTargets((), (answer,))
     read = answers_of_texts(model, text, targets)
     if isinstance(read, Continuations):

@@ -26,7 +26,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hooks import EditError, Point, SelectionError, start_of_piece
-from hooks.base import TEXT_AXES, Rows, Selection, broadcast, piece_read, require_axes, to_device
+from hooks.base import (
+    TEXT_AXES,
+    Rows,
+    Selection,
+    broadcast,
+    n_moved_columns,
+    padding_messages,
+    piece_read,
+    require_axes,
+    to_device,
+)
 from interp.inputs.parts import is_in_parts
 
 Where = Mapping[str, Selection]
@@ -399,12 +409,38 @@ def _source_column_of_each(
     if dim == frame.positions and not whole:
         selected.require_reached(size, what, real)
     rows = selected.rows(size, what, batch=n_rows, real=real, whole=whole)
+    if axis in TEXT_AXES and real is not None and not selected.counts_back:
+        _require_same_tokens(selected, rows, what, real)
     if dim == frame.positions and piece.began is not None and selected.counts_back:
         sizes_so_far = range(piece.began, size + 1)
         rows = _so_far(selected, sizes_so_far, what=what, n_rows=n_rows, real=real)
     sources = [[0]] if source is None else source.rows(n_rows)
     piece_columns = range(frame.firsts[dim], size)
     return _source_columns(rows, sources, piece_columns=piece_columns, whole=whole)
+
+
+def _require_same_tokens(selected: Selection, rows: list[list[int]], what: str, real: Rows) -> None:
+    """Check that a selection of columns is the same in a generation as in a run of the texts.
+
+    A generation pads prompts of unequal length on the left, so column 5 of a short prompt is not
+    its token 5.
+
+    Args:
+        selected: the selection, which does not count from the end.
+        rows: the selected columns of each text, or of all texts.
+        what: the name of the axis in the error.
+        real: the real columns of each text.
+
+    Raises:
+        SelectionError: if a column of a prompt with padding is selected.
+    """
+    n_columns = n_moved_columns()
+    is_whole = selected.index in (slice(None), slice(0, None))
+    if not n_columns or is_whole:
+        return
+    for columns, row in zip(real, itertools.cycle(rows)):
+        if columns[0] > 0 and any(column < n_columns for column in row):
+            raise SelectionError(padding_messages.moved_prompts(what, selected))
 
 
 def _intersection(first: Tensor | None, second: Tensor | None) -> Tensor | None:

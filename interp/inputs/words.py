@@ -12,7 +12,7 @@ Tokens are returned unchanged, and lists of words give lists of tokens.
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -21,6 +21,11 @@ from interp.protocol import of
 
 AnswerTokens = tuple[int, ...]
 """The tokens of one answer."""
+
+AnswerPlace = Literal["answers", "tuple", "metric"]
+"""Where a caller writes an answer: in the answers of `Pairs`, in a tuple that has one answer, or in
+a metric such as `log_prob`. Errors need it to say how to write the tokens of the answer there.
+"""
 
 
 def is_worded(tokens: Any) -> bool:
@@ -125,7 +130,7 @@ def _token_of_word(model: nn.Module, text: list[int], word: Any) -> Any:
 
 
 def tokens_of_answers(
-    model: nn.Module, text: Text, answers: Any
+    model: nn.Module, text: Text, answers: Any, place: AnswerPlace = "answers"
 ) -> tuple[tuple[AnswerTokens, ...], ...]:
     """Return the tokens of the right answer of each text, or of its right and its wrong answer.
 
@@ -133,6 +138,7 @@ def tokens_of_answers(
         model: the model whose tokenizer converts strings.
         text: the texts that the answers continue.
         answers: the answer of each text, or its right and its wrong answer; or one for all texts.
+        place: where the caller writes the answers, for errors. Default: the answers of `Pairs`.
     """
     texts = text.of_logits.listed()
     is_one = isinstance(answers, (str, int, tuple))
@@ -145,7 +151,7 @@ def tokens_of_answers(
     answer_tokens = []
     for tokens, answer in zip(texts, answers, strict=True):
         parts = answer if isinstance(answer, (tuple, list)) else [answer]
-        answer_tokens.append(tuple(tokens_of_answer(model, tokens, part) for part in parts))
+        answer_tokens.append(tuple(tokens_of_answer(model, tokens, part, place) for part in parts))
     counts = {len(parts) for parts in answer_tokens}
     if counts not in ({1}, {2}):
         raise ValueError(
@@ -178,7 +184,7 @@ def token_of_answer(model: nn.Module, tokens: list[int], answer: Any) -> Any:
 
 
 def tokens_of_answer(
-    model: nn.Module, tokens: list[int], answer: str | int | Tensor, in_tuple: bool = False
+    model: nn.Module, tokens: list[int], answer: str | int | Tensor, place: AnswerPlace = "answers"
 ) -> AnswerTokens:
     """Return the tokens of an answer that continues a text.
 
@@ -186,8 +192,7 @@ def tokens_of_answer(
         model: the model whose tokenizer converts strings.
         tokens: the text.
         answer: the answer as a string, a token, or a tensor of tokens [n].
-        in_tuple: whether a caller passes the tokens of one answer in a tuple, for an error.
-            Default: False.
+        place: where the caller writes the answer, for an error. Default: the answers of `Pairs`.
 
     Raises:
         ValueError: if the answer is empty; if it could be both a new word and the rest of the
@@ -203,7 +208,7 @@ def tokens_of_answer(
     _require_words(answer)
     language = of(model, "to_id")
     text = language.to_text(tokens)
-    chosen = _new_word_or_rest(language, text, answer, in_tuple=in_tuple)
+    chosen = _new_word_or_rest(language, text, answer, place)
     joined = language.to_text([*tokens, *chosen])
     if len(chosen) > 1 and joined not in (text + answer, f"{text} {answer}"):
         raise ValueError(
@@ -213,7 +218,7 @@ def tokens_of_answer(
     return chosen
 
 
-def _new_word_or_rest(language: Any, text: str, answer: str, in_tuple: bool) -> AnswerTokens:
+def _new_word_or_rest(language: Any, text: str, answer: str, place: AnswerPlace) -> AnswerTokens:
     """Return the tokens of an answer as a new word after a text, or as the rest of its last word.
 
     For example, after "the", the answer "m" could be a new word " m", or the end of "them".
@@ -240,24 +245,27 @@ def _new_word_or_rest(language: Any, text: str, answer: str, in_tuple: bool) -> 
         return plain
     raise ValueError(
         f"an answer must be a new word or the rest of a word; after {text[-20:]!r} got {answer!r}: "
-        f"write {' ' + answer!r} for a new word, or pass "
-        f"{_as_tokens(language, plain, answer, in_tuple)} for the rest of a word"
+        f"write {' ' + answer!r} for a new word; for the rest of a word, pass "
+        f"{_as_tokens(language, plain, answer, place)}"
     )
 
 
-def _as_tokens(language: Any, tokens: AnswerTokens, answer: str, in_tuple: bool) -> str:
+def _as_tokens(language: Any, tokens: AnswerTokens, answer: str, place: AnswerPlace) -> str:
     """Return an expression for the tokens of an answer, which an error tells the user to write.
 
     Args:
         language: the object with the tokenizer.
         tokens: the tokens.
         answer: the answer.
-        in_tuple: whether the expression is a tuple with one answer.
+        place: where the caller writes the answer.
     """
     call = f"{name_of_parts(language)}.to_id({answer!r})"
     if len(tokens) > 1:
         call = f"torch.tensor({[*tokens]})"
-    return f"({call},)" if in_tuple else call
+        if place == "metric":
+            # In a metric, a tensor has one token for each text.
+            return f"Pairs(..., answers=[{call}, ...]) instead of a metric"
+    return f"({call},)" if place == "tuple" else call
 
 
 def _require_words(answer: str) -> None:

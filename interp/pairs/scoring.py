@@ -138,7 +138,7 @@ def answers_of_metric(model: nn.Module, text: Text, metric: Metric | None) -> Co
     """
     if not isinstance(metric, WordedMetric) or not has_several_tokens(model, metric.answers):
         return None
-    tokens = tokens_of_answers(model, text, metric.answers)
+    tokens = tokens_of_answers(model, text, metric.answers, "metric")
     return Continuations(tokens, score=cast(AnswerScore, metric.score))
 
 

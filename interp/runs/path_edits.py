@@ -278,6 +278,9 @@ class PathEdits:
         """Run the waiting edits, store their effects in `values`, and empty `waiting`."""
         if waiting:
             _, values[[*waiting]] = effects_of_edits(
-                self.runs, [*waiting.values()], max_bytes=self.runs.max_bytes
+                self.runs,
+                [*waiting.values()],
+                max_bytes=self.runs.max_bytes,
+                pos_in_rows=True,
             )
             waiting.clear()

@@ -29,7 +29,7 @@ from hooks import HookedRunner, UnknownNameError
 from hooks.base import layer_of, require_integer, require_kind, shown, unknown_point
 from hooks.shared import names_by_layer
 from interp.edits import Edit
-from interp.protocol import is_of_text, require_points
+from interp.protocol import has_text_of_logits, is_of_text, require_points
 from interp.results.result import Result
 from interp.runs.runs import Runs
 
@@ -131,8 +131,9 @@ class Sites:
         points: the points, by name.
         values: the cached values of step 2.
         places: the places along each axis.
-        prompts: True at the tokens of prompts, [row, column], if texts are continued by answers of
-            several tokens; otherwise None. Places along positions are positions of prompts.
+        prompts: True at the tokens of prompts, [row, column], if the texts that the points read are
+            continued by answers of several tokens; otherwise None. Places along positions are
+            positions of prompts.
 
     Raises:
         TypeError, UnknownNameError: for the reasons of `named`.
@@ -146,7 +147,7 @@ class Sites:
         self.names = named(runs.runner, choice)
         names = [*self.names.values()]
         self.points = {name: runs.runner.points[name] for name in names}
-        has_answers = runs.rows is not runs.pairs
+        has_answers = runs.rows is not runs.pairs and has_text_of_logits(names[0])
         self.prompts = runs.prompts.cpu() if has_answers else None
         is_edit = not runs.has_source
         self._source = None if is_edit else runs.other
@@ -174,25 +175,10 @@ class Sites:
         for place_of_each_axis in itertools.product(*self.places.values()):
             selected: dict[str, Any] = {}
             for _, selected_along_axis in place_of_each_axis:
-                selected |= self._in_prompts(selected_along_axis)
+                selected |= selected_along_axis
             names = [selected.pop("layer")] if "layer" in selected else [*self.names.values()]
             jobs.append([(names, put(**selected))])
         return jobs
-
-    def _in_prompts(self, selected: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a selection of a place, restricted to the tokens of prompts.
-
-        If answers are several tokens, a column may contain a token of the prompt in one row and a
-        token of the answer in another row. Then the column is selected only in the first.
-        """
-        in_prompts = {}
-        for axis, index in selected.items():
-            if axis in _OF_PROMPTS and isinstance(index, slice) and self.prompts is not None:
-                is_prompt = self.prompts[:, index.start].tolist()
-                if not all(is_prompt):
-                    index = [[index.start] if is_in_row else [] for is_in_row in is_prompt]
-            in_prompts[axis] = index
-        return in_prompts
 
     def _layers(self) -> str:
         """Return the layers that are changed together, as text."""

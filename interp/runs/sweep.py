@@ -15,14 +15,14 @@ The algorithm (no paper; the result equals the result of separate runs):
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks import EditedPoint, HookedRunner, Hooks
+from hooks import EditedPoint, HookedRunner, Hooks, Point
 from hooks.base import (
     POSITION_AXES,
     TEXT_AXES,
@@ -39,6 +39,7 @@ from hooks.shared import is_listened_to
 from interp.edits import Edit
 from interp.measuring import metric_of_examples
 from interp.numbers.precision import has_nan
+from interp.protocol import has_text_of_logits
 from interp.runs.memory import bytes_together
 from interp.runs.resume import Resumed
 from interp.runs.rows import Batch, EditedRun, WholeRuns
@@ -50,7 +51,11 @@ _BYTES = 2**30
 
 
 def effects_of_edits(
-    runs: Runs, edits: Sequence[Hooks], max_bytes: int | None = None
+    runs: Runs,
+    edits: Sequence[Hooks],
+    max_bytes: int | None = None,
+    *,
+    pos_in_rows: bool = False,
 ) -> tuple[Float[Tensor, " row"], Float[Tensor, "edit row"]]:
     """Return the metric of the unedited run, and the effect of each edit.
 
@@ -58,6 +63,8 @@ def effects_of_edits(
         runs: the texts and the metric.
         edits: the hooks of each run, in the form of the argument `hooks` of `run_with_hooks`.
         max_bytes: see `interp.sweep`.
+        pos_in_rows: whether positions of edits are positions of rows, which end with an answer.
+            Default: False, for positions of prompts.
 
     Warns:
         UserWarning: if effects are NaN.
@@ -67,12 +74,13 @@ def effects_of_edits(
     """
     require_kind("max_bytes", max_bytes, (int, float, type(None)), "a number of bytes")
     batch = Batch(runs.text, runs.metric)
-    if runs.rows is not runs.pairs:
-        columns = true_columns(runs.prompts)
-        n_columns = runs.prompts.shape[1]
-        edits = [_counted_in_prompts(hooks, columns, n_columns) for hooks in edits]
+    edits_of_runs = [runs.runner.edits(hooks) for hooks in edits]
+    if runs.rows is not runs.pairs and not pos_in_rows:
+        prompts = true_columns(runs.prompts)
+        n_texts = len(runs.pairs.text.tokens)
+        edits_of_runs = [_in_prompts(edited, prompts, n_texts) for edited in edits_of_runs]
     with batch.reading():
-        base, values = _measured(runs.runner, batch, edits, max_bytes=max_bytes)
+        base, values = _measured(runs.runner, batch, edits_of_runs, max_bytes=max_bytes)
     effects = values - base
     if has_nan(effects):
         with_nan = effects.isnan().any(1).nonzero()[:, 0].tolist()
@@ -83,62 +91,104 @@ def effects_of_edits(
     return base, effects
 
 
-def _counted_in_prompts(hooks: Hooks, columns: list[list[int]], n_columns: int) -> Hooks:
-    """Return edits whose negative positions count from the last token of each prompt.
+def _in_prompts(
+    edited: Sequence[EditedPoint], prompts: list[list[int]], n_texts: int
+) -> list[EditedPoint]:
+    """Return edits that select texts, and positions of their prompts, as edits of rows.
 
-    In a run, negative positions count from the last real token of a row, which belongs to an
-    answer.
+    A text has one row, or two rows: the row of its right answer and the row of its wrong answer. A
+    row ends with the answer.
 
     Args:
-        hooks: the hooks of a run.
-        columns: the columns of the tokens of each row's prompt.
-        n_columns: the number of columns of a row.
+        edited: the edits of a run.
+        prompts: the columns of the tokens of each row's prompt. The rows of the right answers come
+            first.
+        n_texts: the number of texts.
     """
-    places = hooks.items() if isinstance(hooks, Mapping) else hooks
-    counted = []
-    for names, edit in places:
-        if isinstance(edit, Edit):
-            edit = _edit_in_prompts(edit, columns, n_columns)
-        counted.append((names, edit))
-    return counted
+    in_prompts = []
+    for point_edits in edited:
+        hooks = tuple(
+            _edit_in_prompts(hook, point_edits.point, prompts, n_texts)
+            if isinstance(hook, Edit)
+            else hook
+            for hook in point_edits.hooks
+        )
+        in_prompts.append(replace(point_edits, hooks=hooks))
+    return in_prompts
 
 
-def _edit_in_prompts(edit: Edit, columns: list[list[int]], n_columns: int) -> Edit:
-    """Return an edit whose negative positions are replaced by the columns of each row's prompt.
+def _edit_in_prompts(edit: Edit, point: Point, prompts: list[list[int]], n_texts: int) -> Edit:
+    """Return an edit of rows that acts on the texts and positions that an edit selects.
 
-    In the text of a cache, the positions still count from the end of that text.
+    The texts of an encoder and of a tower are not continued by answers, so positions in them do not
+    change. In the text of a cache, negative positions still count from the end of that text.
 
     Args:
         edit: the edit.
-        columns: the columns of the tokens of each row's prompt.
-        n_columns: the number of columns of a row.
+        point: the point that is edited.
+        prompts, n_texts: see `_in_prompts`.
+
+    Raises:
+        SelectionError: if a position is outside a prompt, or a text does not exist.
     """
+    has_answers = has_text_of_logits(point.name)
     where = {}
     source = edit.source
     for axis, selection in edit.where.items():
-        if axis in TEXT_AXES and selection.counts_back:
-            if axis in POSITION_AXES and source is not None:
+        # The edit itself raises an error for an axis that the point does not have.
+        if axis == "batch" and axis in point.axes:
+            (texts,) = selection.rows(n_texts, "batch")
+            rows_of_texts = range(0, len(prompts), n_texts)
+            selection = Selection([first + n for first in rows_of_texts for n in texts])
+        elif axis in TEXT_AXES and axis in point.axes and has_answers:
+            if axis in POSITION_AXES and source is not None and selection.counts_back:
                 source = source.counting(selection, axis)
-            rows = selection.rows(n_columns, axis, len(columns), real=columns)
-            selection = Selection(rows if len(rows) > 1 else rows[0])
+            selection = _columns_of_prompts(selection, axis, prompts, n_texts)
+        elif axis in TEXT_AXES and selection.is_by_example:
+            selection = Selection(selection.parts * (len(prompts) // n_texts))
         where[axis] = selection
     return replace(edit, where=where, source=source)
 
 
+def _columns_of_prompts(
+    selection: Selection, axis: str, prompts: list[list[int]], n_texts: int
+) -> Selection:
+    """Return the selected columns of the prompt of each row.
+
+    Args:
+        selection: the selected positions of the texts.
+        axis: the name of the axis, for errors.
+        prompts, n_texts: see `_in_prompts`.
+
+    Raises:
+        SelectionError: if a position is outside a prompt.
+    """
+    n_columns = max(columns[-1] for columns in prompts) + 1
+    of_texts = selection.rows(n_columns, axis, n_texts, real=prompts[:n_texts])
+    rows = []
+    for selected, columns in zip(itertools.cycle(of_texts), prompts):
+        rows.append([column for column in selected if column in columns])
+    return Selection(rows if any(row != rows[0] for row in rows) else rows[0])
+
+
 @without_gradients
 def _measured(
-    runner: HookedRunner, batch: Batch, edits: Sequence[Hooks], max_bytes: int | None
+    runner: HookedRunner,
+    batch: Batch,
+    edits: Sequence[Sequence[EditedPoint]],
+    max_bytes: int | None,
 ) -> tuple[Float[Tensor, " batch"], Float[Tensor, "edit batch"]]:
     """Return the metrics of the unedited run and of each edited run.
 
     Args:
         runner: the runner of the model.
         batch: the texts and the metric.
-        edits, max_bytes: see `interp.sweep`.
+        edits: the edits of each run.
+        max_bytes: see `interp.sweep`.
     """
     model = runner.model
     size, n_pos = batch.tokens.shape[:2]
-    jobs = [EditedRun(index, runner.edits(hooks)) for index, hooks in enumerate(edits)]
+    jobs = [EditedRun(index, edited) for index, edited in enumerate(edits)]
     for job in jobs:
         # The pixels of an image or the samples of a sound are not positions of activations.
         # Therefore, runs on images and sounds begin at position 0.

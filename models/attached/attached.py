@@ -21,6 +21,7 @@ from hooks.base import (
     generator,
     has_shards,
     logits_rounding,
+    prompts_moved,
     remove_hooks,
     require_module,
     tensors_in,
@@ -565,7 +566,8 @@ class Attached(ReadsText):
         if temperature > 0:
             sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         ends = self._end_tokens()
-        with torch.random.fork_rng():
+        n_moved = 0 if mask is None else tokens.shape[1]
+        with torch.random.fork_rng(), prompts_moved(n_moved):
             torch.manual_seed(seed)
             texts = model.generate(
                 tokens,

@@ -31,6 +31,7 @@ from hooks.base import (
     is_integer,
     is_one_text,
     language_of,
+    prompts_moved,
     refuse,
     require_integer,
     shown,
@@ -125,13 +126,15 @@ def generate(
     """
     _require(model, options.get("compiled"))
     refuse(options, generate_steps, "generate")
-    texts = prompts_as_text(model, prompts, options.pop("attention_mask", None)).listed()
-    steps = generate_steps(model, texts, max_new_tokens=max_new_tokens, **options)
+    text = prompts_as_text(model, prompts, options.pop("attention_mask", None))
+    steps = generate_steps(model, text, max_new_tokens=max_new_tokens, **options)
     new = [(step.tokens, step.running) for step in steps]
     lengths = torch.stack([running for _, running in new], 1).sum(1)
     # Copy one tensor to the CPU, because each copy waits for the device.
     rows = torch.stack([lengths, *(tokens for tokens, _ in new)], 1).tolist()
-    return [text + added[:length] for text, (length, *added) in zip(texts, rows, strict=True)]
+    return [
+        text + added[:length] for text, (length, *added) in zip(text.listed(), rows, strict=True)
+    ]
 
 
 @explains_calls
@@ -184,8 +187,10 @@ def generate_text(
     several: list[Any] = [prompts] if is_one else [*prompts]
     if all(isinstance(text, str) for text in several) and not is_columns(prompts):
         read = [language.encoded(text, closed=False) for text in several]
+        given: Texts = read
     else:
-        read = prompts_as_text(language, prompts, options.pop("attention_mask", None)).listed()
+        given = prompts_as_text(language, prompts, options.pop("attention_mask", None))
+        read = given.listed()
         several = [tokenizer.decode(tokens) for tokens in read]
     ends: set[int] = set()
     if isinstance(model, Transformer):
@@ -194,7 +199,7 @@ def generate_text(
             # The tokenizer of a larger model may have tokens that this model does not have.
             ends = {token for token in known_ends if token < model.config.vocab_size}
             options["stop"] = ends
-        rows = generate(model, read, max_new_tokens=max_new_tokens, **options)
+        rows = generate(model, given, max_new_tokens=max_new_tokens, **options)
     else:
         rows = _continued(language, read, max_new_tokens, options)
     texts = []
@@ -300,7 +305,8 @@ def generate_steps(
     refuse(others, generate_steps, "generate_steps")
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     _require(model, compiled)
-    texts = prompts_as_text(model, prompts, attention_mask).listed()
+    given = prompts_as_text(model, prompts, attention_mask)
+    texts = given.listed()
     stop = model.config.eos_token_ids if stop is None else stop
     stops = _as_stops(stop)
     require_integer("max_new_tokens", max_new_tokens)
@@ -309,6 +315,12 @@ def generate_steps(
     compiling = compile_options(compiled)
     tokens, mask = Text.padded([*map(torch.tensor, texts)], side="left")
     end = tokens.shape[1] + max_new_tokens
+    is_moved = mask is not None and not (
+        given.attention_mask is not None
+        and given.tokens.shape == tokens.shape
+        and torch.equal(given.attention_mask.bool().cpu(), mask)
+    )
+    n_moved = tokens.shape[1] if is_moved else 0
     if mask is not None:
         mask = torch.cat([mask, mask.new_ones(len(mask), max_new_tokens)], 1)
     cache = KVCache(end)
@@ -316,7 +328,7 @@ def generate_steps(
     device = model.token_embedding.weight.device
     mask_there = None if mask is None else to_device(mask, device)
     read: Callable[[Tensor], Tensor] = partial(
-        _last_logits, model, cache, mask_there, prefill_chunk
+        _last_logits, model, cache, mask_there, prefill_chunk, n_moved
     )
     if compiling is not None:
         read = CompiledSteps(model, cache, read=read, mask=mask, end=end, options=compiling)
@@ -393,15 +405,16 @@ def continuations(
     cache = KVCache(end)
     if n_shared:
         shared = to_device(torch.tensor([texts[0][:n_shared]]), device)
-        _last_logits(model, cache, None, 1024, shared)
+        _last_logits(model, cache, None, 1024, 0, shared)
         cache.repeat(len(texts))
+    n_moved = 0 if mask is None else n_shared + tokens.shape[1]
     if mask is not None:
         before = mask.new_ones(len(mask), n_shared)
         after = mask.new_ones(len(mask), max_new_tokens)
         mask = to_device(torch.cat([before, mask, after], 1), device)
     steps = _steps(
         model,
-        partial(_last_logits, model, cache, mask, 1024),
+        partial(_last_logits, model, cache, mask, 1024, n_moved),
         tokens=to_device(tokens, device),
         sampling=sampling,
         generators=_generators(model, len(texts), sampling=sampling, seed=seed),
@@ -439,15 +452,29 @@ def _as_stops(stop: Any) -> list[int]:
 # caller's code between two steps.
 @without_gradients
 def _last_logits(
-    model: Transformer, cache: KVCache, mask: Tensor | None, chunk: int, tokens: Tensor
+    model: Transformer,
+    cache: KVCache,
+    mask: Tensor | None,
+    chunk: int,
+    n_moved: int,
+    tokens: Tensor,
 ) -> Tensor:
-    """Return the logits after the last token: [batch, vocab]."""
+    """Return the logits after the last token: [batch, vocab].
+
+    Args:
+        model: the model.
+        cache: the cache of the earlier tokens.
+        mask: True at real tokens, for all columns of the generation; None without padding.
+        chunk: the largest number of tokens that are read together.
+        n_moved: see `prompts_moved`.
+        tokens: the tokens to read, [batch, pos].
+    """
     if model.training:
         raise ValueError(IN_TRAINING)
     for piece in tokens.split(chunk, 1):
         mask_so_far = None if mask is None else mask[:, : cache.length + piece.shape[1]]
         # The tokens were checked in `check_prompts`, and the mask was made in `generate_steps`.
-        with skip_token_checks():
+        with skip_token_checks(), prompts_moved(n_moved):
             logits = model(piece, attention_mask=mask_so_far, kv_cache=cache, last=1)
     return logits[:, -1]
 

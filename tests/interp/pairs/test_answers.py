@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hooks import HookedRunner
+from hooks import HookedRunner, SelectionError
 from interp import (
     Pairs,
     accuracy,
@@ -282,6 +282,83 @@ def test_sweeps_count_negative_positions_in_prompts(model, side):
         close(result.values[number], by_hand(model, CLEAN, changes=changes) - base)
 
 
+def scaled_at(columns_of_row):
+    """Return the changes of a run that multiply a module's output by 3 at columns of the prompt."""
+
+    def changes(row, answer):
+        columns = columns_of_row(row)
+
+        def change(output):
+            new = output.clone()
+            new[:, columns] *= 3
+            return new
+
+        return {"blocks.1.mlp_out": change}
+
+    return changes
+
+
+@pytest.mark.parametrize(
+    ("pos", "chosen"),
+    [
+        (slice(2, None), {2, 3, 4}),
+        (slice(2, 99), {2, 3, 4}),
+        (slice(None), {0, 1, 2, 3, 4}),
+        (slice(1, 4), {1, 2, 3}),
+        (2, {2}),
+        ([[1, 4], [2], [2, 3]], [{1, 4}, {2}, {2, 3}]),
+    ],
+)
+@pytest.mark.parametrize("side", SIDES)
+def test_sweeps_leave_out_answers_after_positions_from_zero(model, side, pos, chosen):
+    result = sweep(model, pairs_of(side), [{"blocks.1.mlp_out": edits.scale(3.0, pos=pos)}])
+
+    def columns_of_row(row):
+        wanted = chosen if isinstance(chosen, set) else chosen[row]
+        places = [column(side, pos)(row) for pos in sorted(wanted)]
+        return [place for place in places if place is not None]
+
+    expected = by_hand(model, CLEAN, changes=scaled_at(columns_of_row))
+    close(result.values[0], expected - by_hand(model, CLEAN))
+
+
+def test_all_but_some_positions_are_positions_of_prompts(model):
+    hooks = {"blocks.1.mlp_out": edits.scale(3.0, pos=edits.all_but(0, 2))}
+    result = sweep(model, pairs_of("right"), [hooks])
+
+    def columns_of_row(row):
+        return [place for place in range(len(CLEAN[row])) if place not in (0, 2)]
+
+    expected = by_hand(model, CLEAN, changes=scaled_at(columns_of_row))
+    close(result.values[0], expected - by_hand(model, CLEAN))
+
+
+@pytest.mark.parametrize("axis", ["head", "pos"])
+def test_an_edit_of_some_texts_acts_on_both_answers(model, axis):
+    place = {"head": 2} if axis == "head" else {"pos": [[0], [1], [2]]}
+    name = "blocks.1.attn.z"
+    result = sweep(model, pairs_of("right"), [{name: edits.scale(3.0, batch=[0, 2], **place)}])
+
+    def changes(row, answer):
+        def change(output):
+            new = output.clone()
+            if axis == "head":
+                new[:, :, 2] *= 3
+            else:
+                new[:, row] *= 3
+            return new
+
+        return {name: change} if row != 1 else {}
+
+    close(result.values[0], by_hand(model, CLEAN, changes=changes) - by_hand(model, CLEAN))
+
+
+@pytest.mark.parametrize("pos", [5, [0, 6], slice(5, None), edits.all_but(7)])
+def test_positions_of_answers_are_refused(model, pos):
+    with pytest.raises(SelectionError):
+        sweep(model, pairs_of("right"), [{"blocks.1.mlp_out": edits.zero(pos=pos)}])
+
+
 def separate(row, answer):
     """Return the pair of one row and one answer, without padding.
 
@@ -545,8 +622,9 @@ def test_answers_continue_the_texts_of_a_decoder():
     )
     right = [[7, 9, 3], [2]]
     answers_of_rows = [torch.tensor(answer) for answer in right]
+    pairs = Pairs(clean, corrupted, answers_of_rows)
     site = "encoder.blocks.1.mlp_out"
-    result = activation_patching(model, Pairs(clean, corrupted, answers_of_rows), site)
+    result = activation_patching(model, pairs, site)
     for row, answer in enumerate(right):
         read = torch.tensor([starts[row].tolist() + answer])
         tokens = torch.tensor(answer)[:, None]
@@ -555,6 +633,39 @@ def test_answers_continue_the_texts_of_a_decoder():
                 output = model(encoded[name][row : row + 1], decoder_input_ids=read)
             total = output.logits[0, 1:-1].log_softmax(1).gather(1, tokens).sum()
             assert float(number) == pytest.approx(float(total), abs=1e-9)
+    # Positions of the encoder are positions of its own text, which is longer than a decoder's text.
+    mlp = model.encoder.block[1].layer[1].DenseReluDense
+
+    def of_run(name, change):
+        """Return the metric of each row, while the output of the MLP is changed."""
+        totals = []
+        for row, answer in enumerate(right):
+            read = torch.tensor([starts[row].tolist() + answer])
+            handle = mlp.register_forward_hook(lambda *call, row=row: change(row, call[2]))
+            with torch.no_grad(), handle:
+                logits = model(encoded[name][row : row + 1], decoder_input_ids=read).logits
+            of_answer = logits[0, 1:-1].log_softmax(1).gather(1, torch.tensor(answer)[:, None])
+            totals.append(of_answer.sum())
+        return torch.stack(totals)
+
+    outputs = {}
+    of_run("clean", lambda row, output: outputs.update({row: output.clone()}))
+    assert result.labels["pos"] == (0, 1, 2, 3)
+    for pos in range(4):
+
+        def patch(row, output, pos=pos):
+            output[:, pos] = outputs[row][:, pos]
+            return output
+
+        close(result.select(layer=1).values[pos], of_run("corrupted", patch) - result.base)
+
+    def zero(row, output):
+        output[:, -1] = 0
+        return output
+
+    for pos in (-1, 3, slice(3, None)):
+        swept = sweep(model, pairs, [{site: edits.zero(pos=pos)}])
+        close(swept.values[0], of_run("clean", zero) - result.target)
 
 
 REFUSED = [
@@ -661,6 +772,8 @@ def test_a_space_is_added_only_to_a_word_of_one_token():
     # A word of the text of several tokens may be a new word or the rest of "ZQXJ".
     with pytest.raises(ValueError, match="new word or the rest of a word.*'part'"):
         Pairs(prompt, other, ("part", "sold")).read_by(model)
+    with pytest.raises(ValueError, match=r"pass Pairs\(\.\.\., answers=\[torch.tensor\(\[.*\]\)"):
+        sweep(model, prompt, [{"blocks.0.mlp_out": edits.zero()}], log_prob("part"))
 
 
 def test_a_cache_of_a_longer_text_is_read_from_its_own_end(model):

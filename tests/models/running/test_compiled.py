@@ -12,6 +12,7 @@ import torch
 from torch.compiler import set_stance
 
 from hooks import HookedRunner
+from hooks.base import Text
 from interp import edits
 from models import Transformer, TransformerConfig, attach, generate, generate_steps, generate_text
 from tests import tiny
@@ -132,12 +133,16 @@ EDITS = {
 }
 
 
+# Edits may count columns of these prompts, because the caller has padded them on the left.
+PADDED = Text.padded([*map(torch.tensor, PROMPTS)], side="left")
+
+
 @pytest.mark.parametrize("kind", EDITS)
 def test_edits(kind):
     model = build("learned")
     plain = generate(model, PROMPTS, max_new_tokens=NEW)
     with HookedRunner(model).hooks(EDITS[kind]):
-        assert both(model) != plain
+        assert both(model, PADDED) != plain
     # The graph that the model keeps has no edits.
     assert generate(model, PROMPTS, max_new_tokens=NEW, compiled=True) == plain
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

@@ -7,9 +7,20 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from torch.compiler import set_stance
 
-from hooks import HookedRunner
-from models import Sampling, Transformer, TransformerConfig, generate, generate_steps, row_generator
+from hooks import HookedRunner, SelectionError
+from hooks.base import Text
+from interp import edits
+from models import (
+    Sampling,
+    Transformer,
+    TransformerConfig,
+    attach,
+    generate,
+    generate_steps,
+    row_generator,
+)
 from tests import tiny
 from tests.models.running.written import (
     FORMS,
@@ -598,3 +609,55 @@ def test_training_mode_is_refused():
     model.train()
     with pytest.raises(ValueError, match=r"model.eval\(\)"):
         next(steps)
+
+
+# Positions of hooks. The prompts have 7, 2, 4 and 1 tokens.
+
+VECTOR = torch.randn(20, generator=torch.Generator().manual_seed(2)) * 3
+
+
+def steered(model, prompts, **options):
+    """Return the rows of a generation with an edit that adds a vector at some positions."""
+    compiled = options.pop("compiled", False)
+    with HookedRunner(model).hooks({"blocks.1.mlp_out": edits.add(VECTOR, **options)}):
+        return generate(model, prompts, max_new_tokens=NEW, compiled=compiled)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "pos", [6, slice(3, 7), slice(4, None), [[2], [5], [3], [6]], edits.all_but(6)]
+)
+def test_columns_of_prompts_that_generate_pads_are_refused(pos, compiled):
+    model = build("learned")
+    with set_stance("force_eager"), pytest.raises(SelectionError, match="pads prompts of unequal"):
+        steered(model, PROMPTS, pos=pos, compiled=compiled)
+
+
+@pytest.mark.parametrize("pos", [-1, slice(-1, None), slice(None), slice(0, None), slice(7, None)])
+def test_other_positions_are_the_same_tokens_in_a_batch_and_alone(pos):
+    model = build("learned")
+    rows = steered(model, PROMPTS, pos=pos)
+    for row, prompt in zip(rows, PROMPTS, strict=True):
+        # Column 7 is the first column after the longest prompt.
+        alone = slice(len(prompt), None) if pos == slice(7, None) else pos
+        assert steered(model, [prompt], pos=alone) == [row]
+
+
+def test_columns_count_the_padding_of_the_caller():
+    model = build("learned")
+    padded = Text.padded([*map(torch.tensor, PROMPTS)], side="left")
+    rows = steered(model, padded, pos=slice(5, 7))
+    for row, prompt in zip(rows, PROMPTS, strict=True):
+        first = max(0, len(prompt) - 2)
+        assert steered(model, [prompt], pos=slice(first, len(prompt))) == [row]
+
+
+def test_columns_of_prompts_of_an_attached_model_are_refused():
+    model = tiny.model("GPT2LMHeadModel")
+    attached = attach(model)
+    hooks = {"blocks.0.mlp_out": edits.scale(3.0, pos=slice(1, 3))}
+    with HookedRunner(model).hooks(hooks):
+        equal = attached.continuations([[3, 1, 4], [5, 2, 6]], max_new_tokens=2)
+        assert equal[1] == attached.continuations([[5, 2, 6]], max_new_tokens=2)[0]
+        with pytest.raises(SelectionError, match="generate one prompt at a time"):
+            attached.continuations([[3, 1, 4], [5, 2]], max_new_tokens=2)
