@@ -139,10 +139,11 @@ def attribution_patching(
         point: _estimate(sites, name, run, attentions.get(name))
         for point, name in sites_by_point.items()
     }
-    effects_by_point = _by_point(run, estimates, dropped)
+    effects_by_point = _by_point(runs, run, estimates, dropped)
     warn_of_flat(run)
     effects_by_name = {sites_by_point[point]: effect for point, effect in effects_by_point.items()}
-    return of_layers(sites, effects_by_name, run.base, **_about(qk_correction, grad_drop))
+    base = runs.per_example(run.base)
+    return of_layers(sites, effects_by_name, base, **_about(qk_correction, grad_drop))
 
 
 def _attentions(sites: Sites, site: str) -> dict[str, RecordedAttention]:
@@ -169,12 +170,16 @@ def _estimate(
 
 
 def _by_point(
-    run: Gradients, estimates: Mapping[str, Estimate], dropped: Sequence[Sequence[str]] | None
+    runs: Runs,
+    run: Gradients,
+    estimates: Mapping[str, Estimate],
+    dropped: Sequence[Sequence[str]] | None,
 ) -> dict[str, Tensor]:
     """Return the effects at each point, in the order of the backward pass.
 
     Args:
-        run: the edited run.
+        runs: the two runs.
+        run: the edited run, with gradients.
         estimates: the estimates by the point whose gradient is used.
         dropped: the points that block the gradient, for each backward pass; the effects are then
             means of absolute values. If `dropped` is None, no point blocks the gradient of the only
@@ -185,7 +190,8 @@ def _by_point(
     def receive(name: str, gradient: Tensor) -> None:
         if name not in estimates:
             return
-        effect = estimates[name](gradient)
+        # The estimate for a text is the sum over its answers.
+        effect = runs.per_example(estimates[name](gradient))
         if dropped:
             effect = by_point.get(name, 0) + effect.abs() / (len(dropped) - 1)
         by_point[name] = effect

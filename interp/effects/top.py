@@ -17,8 +17,9 @@ from hooks.base import (
 from hooks.shared import names_by_layer
 from interp.numbers.ranks import largest_rows
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
-from interp.protocol import require_points
+from interp.protocol import has_text_of_logits, require_points
 from interp.results.result import Result
+from interp.runs.estimates import at_prompts
 from interp.runs.gradients import Gradients, require_numbers, warn_of_flat, warn_of_unread
 from interp.runs.runs import Runs
 
@@ -87,7 +88,8 @@ def top_attributions(
     units = {name: _units(vectors, cache, name) for name, vectors in (directions or {}).items()}
     run = Gradients(runs.runner, runs.text, metric=runs.metric, names=names)
     last_axis = "neuron" if directions is None else "direction"
-    largest = _Largest(k, run.base)
+    base = runs.per_example(run.base)
+    largest = _Largest(k, base)
     reached = set()
 
     def receive(name: str, gradient: Tensor) -> None:
@@ -97,7 +99,10 @@ def top_attributions(
             change = change @ units[name]
             gradient = gradient @ units[name]
         axes = runs.runner.points[name].axes
-        effects = (change * gradient).movedim(axes.index("batch"), -1)
+        effects = change * gradient
+        if runs.rows is not runs.pairs and has_text_of_logits(name):
+            effects = at_prompts(runs.prompts, axes, effects, along=axes)
+        effects = runs.per_example(effects.movedim(axes.index("batch"), -1))
         require_numbers(name, effects)
         axes_before = [axis for axis in axes[:-1] if axis != "batch"]
         largest.offer(effects, titles[name], [*axes_before, last_axis])
@@ -107,7 +112,7 @@ def top_attributions(
     warn_of_flat(run)
     warn_of_unread([name for name in names if name not in reached])
     labels = {"place": largest.labels}
-    return runs.result(largest.values, labels, run.base, estimate="attribution")
+    return runs.result(largest.values, labels, base, estimate="attribution")
 
 
 def _titles(runner: HookedRunner, directions: Mapping[str, Tensor] | None) -> dict[str, str]:

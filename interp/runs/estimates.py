@@ -11,7 +11,7 @@ A site is a point of each layer, and its places are, for example, layers and hea
 4. `of_layers` stacks the layers to [layer, head, example], and makes a `Result`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -126,7 +126,7 @@ def summed(
             selections[point_axis] = [selected[point_axis] for _, selected in places]
     if sites.prompts is not None:
         first, *others = factors
-        factors = (_at_prompts(sites.prompts, axes, first, selections), *others)
+        factors = (at_prompts(sites.prompts, axes, first, selections), *others)
     # `einsum` also accepts a list of numbers after each factor, one for each axis, instead of a
     # string of letters.
     numbers = {axis: n for n, axis in enumerate(axes)}
@@ -147,11 +147,11 @@ def summed(
     return sums
 
 
-def _at_prompts(
+def at_prompts(
     prompts: Bool[Tensor, "row column"],
     axes: Sequence[str],
     factor: Float[Tensor, "..."],
-    selections: Mapping[str, object],
+    along: Iterable[str],
 ) -> Float[Tensor, "..."]:
     """Return a factor with 0 at the tokens of answers, if the places are positions.
 
@@ -159,9 +159,9 @@ def _at_prompts(
         prompts: True at the tokens of prompts.
         axes: the axes of the factor.
         factor: the factor.
-        selections: the axes along which places are selected.
+        along: the axes along which places are selected.
     """
-    for axis in selections:
+    for axis in along:
         if axis in POSITION_AXES:
             shape = [1] * factor.ndim
             shape[axes.index("batch")], shape[axes.index(axis)] = prompts.shape

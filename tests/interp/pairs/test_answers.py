@@ -25,6 +25,7 @@ from interp import (
     node_effects,
     path_patching,
     sweep,
+    top_attributions,
 )
 from interp.alignment import align, neurons
 from interp.alignment.runs import InterchangeRuns
@@ -239,6 +240,30 @@ def test_attribution_equals_gradients_of_each_row(model, side):
             target = value_of(model, "blocks.1.mlp_out", CLEAN[row], answer)
             total[row] += sign * ((target - base) * grad).sum()
     close(whole.values[0], total)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_top_attributions_are_at_positions_of_prompts(model, side):
+    name = "blocks.1.mlp_out"
+    unit = torch.zeros(10, 1, dtype=torch.float64)
+    unit[4] = 1
+    found = top_attributions(model, pairs_of(side), {name: unit}, k=100)
+    expected = torch.zeros(5, len(CLEAN), dtype=torch.float64)
+    for row, prompt in enumerate(CORRUPTED):
+        for answer, sign in ((RIGHT[row], 1), (WRONG[row], -1)):
+            base, grad = gradient(model, name, prompt, answer)
+            target = value_of(model, name, CLEAN[row], answer)
+            for pos in range(5):
+                place = column(side, pos)(row)
+                if place is not None:
+                    effect = ((target - base) * grad)[0, place, 4]
+                    expected[pos, row] += sign * effect
+    close(found.base, by_hand(model, CORRUPTED))
+    by_place = dict(zip(found.labels["place"], found.values, strict=True))
+    for pos in range(5):
+        close(by_place.pop(f"{name}, pos {pos}, direction 0"), expected[pos])
+    # The other places are columns of answers.
+    assert not any(values.any() for values in by_place.values())
 
 
 def test_integrated_gradients_add_up_to_the_change_of_all_positions(model):
@@ -456,6 +481,22 @@ def test_pairs_solved_by_the_model_have_the_likelier_right_answer(model):
     assert 0 < expected.sum() < 3
     assert len(solved) == int(expected.sum())
     assert solved.clean.tolist() == pairs.clean[expected].tolist()
+
+
+@pytest.mark.parametrize("qk_correction", [False, True])
+def test_grad_drop_does_not_depend_on_the_answers_of_other_texts(model, qk_correction):
+    """The metric of the second text is right - wrong, also if the first text has long answers."""
+    options = dict(site="q", grad_drop=True, qk_correction=qk_correction)
+    one_token = [(torch.tensor([7]), torch.tensor([9])), (torch.tensor([2]), torch.tensor([11]))]
+    several = [(torch.tensor([7, 3]), torch.tensor([9])), one_token[1]]
+    alone, mixed = (
+        attribution_patching(
+            model, Pairs(text(CLEAN[:2], "left"), text(CORRUPTED[:2], "left"), given), **options
+        )
+        for given in (one_token, several)
+    )
+    close(mixed.values[..., 1], alone.values[..., 1])
+    assert mixed.values.shape == alone.values.shape
 
 
 def greedy(model, prompt, n):
