@@ -10,9 +10,9 @@ The algorithm (Goldowsky-Dill et al. 2023, "Localizing Model Behavior with Path 
 2. For one edge (`over_edge`): add the writer's `moved` to the stream that the reader reads, and
    compute this reader's sublayer alone. The new output of the sublayer is the edit.
 3. For paths from a sender to receivers (`through`): carry the sender's `moved` from block to block.
-   Heads leave it unchanged, because paths pass no other head. MLPs add the change of their
-   output, if they are recomputed. Compute the receivers from the stream plus `moved`; their values
-   are the edits.
+   Heads leave it unchanged, because paths pass no other head. MLPs before the last receiver add
+   the change of their output, if they are recomputed, at the positions that may differ. Compute
+   the receivers from the stream plus `moved`; their values are the edits.
 4. If the reader is the logits, the last stream has changed, and only the unembedding is computed.
 5. Otherwise run the edits as a sweep, which computes everything after the edits.
 """
@@ -28,7 +28,7 @@ from hooks.shared import Session
 from interp import edits
 from interp.graph.graph import Graph
 from interp.graph.nodes import Sublayer
-from interp.graph.sublayers import BlockBranch
+from interp.graph.sublayers import BlockBranch, reads_context
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.results.result import Result
 from interp.runs.models import Source, source_graph_of
@@ -202,16 +202,25 @@ class PathEdits:
                 # Sublayers side by side read the same stream.
                 if branch.reads is not reads:
                     moved_input, reads = moved, branch.reads
-                is_passed = recomputed and sublayer.kind == "mlp"
                 is_receiver = sublayer.reads.start in receivers
+                # No path leads through an MLP after the last receiver.
+                is_before = sublayer.reads.start < max(receivers)
+                is_passed = recomputed and sublayer.kind == "mlp" and is_before
                 if moved_input is not None and sublayer.is_divided:
                     changes |= self._heads(sublayer, moved_input, receivers, context)
                 elif moved_input is not None and (is_passed or is_receiver):
-                    added = sublayer.output(self.input_of(branch, moved_input), context)
+                    # The output is only needed where it may differ. But an edit needs whole texts,
+                    # and so does a sublayer that reads the context.
+                    is_whole = is_receiver or reads_context(branch, sublayer.kind)
+                    at = slice(None) if is_whole else self.later
+                    # Some MLPs of `transformers` see rows and positions as one axis.
+                    stream = self.input_of(branch, moved_input)[:, at].contiguous()
+                    added = sublayer.output(stream, context)
                     if is_receiver:
                         changes |= self.replaced(branch.added, added)
                     if is_passed and moved is not None:
-                        moved = to_device(moved, added.device) + added - self.value(branch.added)
+                        moved = to_device(moved, added.device).clone()
+                        moved[:, at] += added - self.value(branch.added)[:, at]
                 if sender in sublayer.writers:
                     moved = self.moved[sender]
         if moved is not None and len(graph.readers) - 1 in receivers:

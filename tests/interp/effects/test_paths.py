@@ -7,6 +7,7 @@ import torch
 
 from hooks import HookedRunner, HookError, UnknownNameError
 from interp import Pairs, edge_patching, graph, path_patching, run_circuit
+from interp.runs.path_edits import PathEdits
 from tests.streams import FORMS, made, slow_run
 
 CLEAN, OTHER = torch.randint(23, (2, 5, 7), generator=torch.Generator().manual_seed(1))
@@ -135,6 +136,31 @@ def test_paths_are_two_runs_with_hooks(form, receivers, mlps):
     found = path_patching(model, PAIRS, receivers, senders, mlps=mlps)
     for sender, effect in zip(senders, found.values, strict=True):
         close(effect, answer(two_runs(model, sender, receivers, mlps)) - answer(model(CLEAN)))
+
+
+@pytest.mark.parametrize(
+    ("receiver", "computed"),
+    [("a1.h0<q>", [(0, 5)]), ("m1", [(0, 5), (1, 7)]), ("logits", [(0, 5), (1, 5), (2, 5)])],
+)
+def test_a_path_computes_no_more_mlps_and_positions_than_it_needs(receiver, computed, monkeypatch):
+    """The texts have 7 tokens, and differ from the third one on. A receiver is computed whole."""
+    model = made(n_layers=3)
+    nodes = graph.Graph(model)
+    paths = PathEdits(nodes, PAIRS, direction="noising", max_bytes=2**30)
+    layer_of = {block.mlp: layer for layer, block in enumerate(model.blocks)}
+    kind = type(model.blocks[0].mlp)
+    forward, seen = kind.forward, []
+
+    def counted(mlp, x):
+        seen.append((layer_of[mlp], x.shape[1]))
+        return forward(mlp, x)
+
+    monkeypatch.setattr(kind, "forward", counted)
+    before = paths.moved.clone()
+    paths.through(nodes.place("writer", "input"), {nodes.place("reader", receiver)}, True)
+    assert seen == computed
+    # The next path reads the same outputs of writers.
+    assert torch.equal(paths.moved, before)
 
 
 def test_one_name_stands_for_itself():

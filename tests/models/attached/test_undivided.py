@@ -18,6 +18,7 @@ from interp import (
 )
 from interp.graph.circuit import Circuit
 from interp.graph.mib import read_mib, write_mib
+from interp.runs.path_edits import PathEdits
 from models import attach
 from tests.attachable import HEADS, MODELS, MORE, agree, made
 from tests.models.attached.graphs import CLEAN, OTHER, PAIRS, metric
@@ -145,6 +146,24 @@ def test_a_receiver_may_be_a_mixer():
     with attach(model):
         found = path_patching(model, PAIRS, receivers="x1", senders=["m0"], mlps="frozen")
     close(found.values[0], expected)
+
+
+@pytest.mark.parametrize("kind", ["flex_olmo", "granitemoeshared"])
+def test_paths_compute_only_positions_that_differ(kind):
+    """The MLP of one model sees rows and positions as one axis. The MLP of the other model is the
+    rest of the block, which reads the context too.
+    """
+    other = OTHER.clone()
+    other[:, :3] = CLEAN[:, :3]
+    with attach(model_of(kind)) as attached:
+        nodes = graph.Graph(attached.model)
+        pairs = Pairs(CLEAN, other, metric=metric)
+        paths = PathEdits(nodes, pairs, direction="noising", max_bytes=2**30)
+        places = nodes.place("writer", "input"), {nodes.place("reader", "logits")}
+        assert paths.later == slice(3, None)
+        later = paths.through(*places, True)
+        paths.later = slice(None)
+        close(later, paths.through(*places, True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
