@@ -13,6 +13,7 @@ from hooks.base import (
     Index,
     Piece,
     Selection,
+    names_fields,
     piece_read,
     reading,
     real_columns,
@@ -64,6 +65,7 @@ LAST_PARTS: Mapping[Mode, frozenset[str] | None] = {
 }
 
 
+@names_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """Options for cached values: keyword arguments of every method that makes or plans a cache.

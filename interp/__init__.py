@@ -7,7 +7,8 @@ Read `protocol` first, which defines the parts that a model needs, then `inputs`
 `metrics`, `pairs` and `edits`, the tables in `results` that `plots` draws, the `graph` of a model
 and its `runs`, and then the analyses in any order. The other files are checks (`kinds`,
 `shadowed`), numbers (`numbers`), the form of saved results (`json_form`), names of other libraries
-(`hints`, `transformer_lens`), the page of `report`, and the command line (`cli`, `__main__`).
+(`hints`, `transformer_lens`), the page of `report`, the command line (`cli`, `__main__`), and the
+former modules `pictures` and `tracing`, whose import raises an error with the new name.
 """
 
 import ast as _ast
@@ -72,7 +73,9 @@ def __getattr__(name: str) -> _Any:
     # If the package does not have the name, it may be one of its modules, not imported yet.
     if name in vars(module):
         value = vars(module)[name]
-    elif not name.startswith("_") and _find_spec(f"{module.__name__}.{name}"):
+    elif (
+        name not in _MOVED and not name.startswith("_") and _find_spec(f"{module.__name__}.{name}")
+    ):
         value = _importlib.import_module(f"{module.__name__}.{name}")
     else:
         from hooks.base import missing_name

@@ -121,6 +121,17 @@ _ARGUMENTS = {
     "Result.plot.cmap": "change it afterwards: figure.axes[0].images[0].set_cmap('viridis')",
     "Result.top.signed": "use largest=True, or largest=False for the smallest first",
     "mean.over": "it is now across=",
+    "spectral_gap.at": "it is now k=",
+    "harvest.workers": "use executor=Ray(workers=...)",
+    **dict.fromkeys(
+        (f"PrunedGraph.as_json.{name}" for name in ("slug", "scan", "*")),
+        "PrunedGraph.neuronpedia(slug, scan) returns the form of Neuronpedia",
+    ),
+    **dict.fromkeys(
+        (f"Pairs.{name}" for name in ("arguments", "corrupted_arguments", "corrupted_mask")),
+        "use a mapping as text, such as the output of a processor: "
+        "Pairs({'input_ids': ..., 'attention_mask': ...}, ...)",
+    ),
     **{f"add.{name}": "use scale=" for name in _STRENGTHS},
     "noise.std": "use scale=",
     "noise.sigma": "use scale=",
@@ -191,6 +202,8 @@ _ATTRIBUTES = {
     "edits.clamp": _VALUE,
     "AttributionGraph.inputs": "graph.pruned().inputs(node)",
     "Circuit.edges": "list(circuit)",
+    "LayerChange.other_texts": "next_text",
+    "Text.mask": "text.attention_mask",
     "Graph.nodes": "graph.writers and graph.readers",
     "Activations.shape": "len(store), the number of rows, and store.names",
 }

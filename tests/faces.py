@@ -20,6 +20,9 @@ FACES = (
 MODULES = (*FACES, "interp.graph")
 """All modules with public names."""
 
+FORMER = ("interp.pictures", "interp.tracing")
+"""Modules whose import raises an error with the new name."""
+
 PACKAGES = {"hooks", "models", "interp"}
 
 

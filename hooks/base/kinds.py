@@ -189,7 +189,8 @@ def missing_name(
             return former.value()
         # `from package import module` looks up the attribute `module` first. Python imports the
         # module only after an AttributeError.
-        if name.startswith("_") or find_spec(f"{module}.{name}") is not None:
+        is_module = former is None and find_spec(f"{module}.{name}") is not None
+        if name.startswith("_") or is_module:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         places = [place for place in elsewhere if name in import_module(place).__all__]
         if former is not None:

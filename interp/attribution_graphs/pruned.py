@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hooks.base import number_of, storage, strict_json, unknown_name
+from hooks.base import explains_calls, number_of, storage, strict_json, unknown_name
 from interp import plots
 from interp.attribution_graphs import influence, neuronpedia
 from interp.attribution_graphs.nodes import AttentionCell, Link, Node
@@ -142,6 +142,7 @@ class PrunedGraph(plots.Shown):
         """Return a view of the nodes and links, with the strongest paths first."""
         return plots.attribution(self)
 
+    @explains_calls
     def as_json(self) -> dict[str, Any]:
         """Return the nodes, the links and all scores in the JSON form of all results; see
         `interp.json_form`.

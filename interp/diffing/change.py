@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks.base import (
+    HintsAtNames,
     Texts,
     aligned_rows,
     each_text,
@@ -63,7 +64,15 @@ _LAYERS_SHOWN = 5
 _NAMES_SHOWN = 5
 
 
-class LayerChange(NamedTuple):
+class _LayerNumbers(NamedTuple):
+    """The fields of `LayerChange`. A named tuple cannot have another base class."""
+
+    layer: int
+    difference: float
+    next_text: float
+
+
+class LayerChange(HintsAtNames, _LayerNumbers):
     """The mean difference of the stream in one layer.
 
     Attributes:
@@ -71,10 +80,6 @@ class LayerChange(NamedTuple):
         difference: the mean over all tokens of the difference, relative to the base.
         next_text: the same number between the base on the next text and the base on the text.
     """
-
-    layer: int
-    difference: float
-    next_text: float
 
 
 class TokenChange(NamedTuple):

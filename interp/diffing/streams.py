@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from hooks import UnknownNameError
 from hooks.base import Text, generator, to_device, unknown_name
 from hooks.shared import names_by_layer
 from interp.diffing.twins import BatchOfTwo, TwoModels
@@ -32,6 +33,7 @@ from interp.results.result import Result
 # The largest number of logits of one model that are computed together: 16 MiB in float64.
 _LOGITS_AT_ONCE = 2**21
 _CONTROLS = ("random", "base on the next text", "tuned on the next text")
+_FORMER_CONTROLS = {"other texts": "base on the next text", "shuffled": "tuned on the next text"}
 
 
 class Controls(dict[str, Result]):
@@ -43,6 +45,9 @@ class Controls(dict[str, Result]):
         Raises:
             UnknownNameError: always.
         """
+        if name in _FORMER_CONTROLS:
+            message = f"no control is named {name!r}; it is now {_FORMER_CONTROLS[name]!r}"
+            raise UnknownNameError(message, name)
         raise unknown_name(name, self, "control")
 
 

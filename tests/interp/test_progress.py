@@ -9,6 +9,7 @@ import tempfile
 import pytest
 import torch
 
+from tests.faces import FORMER
 from tests.shipped import pydoc
 from tests.terminal import Terminal, appear_soon, write_to
 
@@ -220,7 +221,7 @@ def public_functions():
 
     for package in (interp, models):
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-            if module.name.endswith("__main__"):
+            if module.name.endswith(("__main__", *FORMER)):
                 continue
             for name, value in vars(importlib.import_module(module.name)).items():
                 if inspect.isfunction(value) and value.__module__ == module.name:

@@ -1,0 +1,197 @@
+"""Every old name in the list of changes raises an error with the new name.
+
+`USES` has the old forms of each row of the tables. Python runs the old form, and the error must
+contain texts of the new form. `interp.accumulated` and other names of packages need no entry.
+"""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import interp
+import models
+from hooks import HookedRunner, Options
+from interp import Pairs, edits, spectral
+from interp.attribution_graphs import PrunedGraph
+from interp.store import Ray
+from tests.faces import FORMER
+from tests.interp.made import NUMBERS, TEXT, WORDS, changed, shared, traced
+
+CHANGES = (Path(__file__).parent.parent / "examples/guides/changes.md").read_text()
+TABLE = re.compile(
+    r"^\| earlier commits \| 0\.1\.0 \|\n\| --- \| --- \|\n((?:\|.*\n)+)", re.MULTILINE
+)
+NAME_OF_A_PACKAGE = re.compile(r"(interp|models)\.(\w+)")
+
+FIELDS = ("context", "dtype", "pack", "pos", "without", "pool", "column", "batch", "per_file")
+CONTRASTS = ("probe", "difference_of_means", "erasure")
+HARVEST = "interp.store.harvest(model, [TEXT], site, out"
+PROBES = "interp.directions.sparse_probes(model, dictionary"
+
+# For each left cell: the old forms, each with texts of the error, which are in the right cell.
+USES = {
+    "interp.store.Settings": {"interp.store.Settings": ["interp.store.HarvestConfig"]},
+    "at= of spectral_gap": {"spectral.spectral_gap(torch.eye(3), at=1)": ["k="]},
+    'harvest(engine="ray", workers=8), harvest(engine=Ray(workers=8))': {
+        f'{HARVEST}, engine="ray", workers=8)': ["executor="],
+        f"{HARVEST}, engine=Ray(workers=8))": ["executor="],
+        f"{HARVEST}, workers=8)": ["executor=Ray(workers="],
+    },
+    "harvest(..., context=128), plan(..., context=128); also "
+    "dtype=, pack=, pos=, without=, pool=, column=, batch= and per_file=": {
+        f"interp.store.{call}(model, [TEXT], site, {name}=128)": ["config=HarvestConfig("]
+        for call in ("harvest", "plan")
+        for name in FIELDS
+    },
+    "probe(model, yes, no, site); also difference_of_means and erasure": {
+        f"interp.directions.{name}(model, yes, no, site)": ["(model, (yes, no), "]
+        for name in CONTRASTS
+    },
+    "sparse_probes(model, dictionary, yes, no, k)": {
+        f"{PROBES}, yes, no, k)": ["sparse_probes(model, dictionary, (yes, no), "]
+    },
+    "probe(model, store, site=site, labels=labels); also difference_of_means and erasure": {
+        f"interp.directions.{name}(model, store, site=site, labels=labels)": [
+            "(model, Contrast(store, labels="
+        ]
+        for name in CONTRASTS
+    },
+    "probe(model, yes, no, site, pos=None, batch=8); also "
+    "difference_of_means, erasure and sparse_probes": {
+        **{
+            f"interp.directions.{name}(model, yes, no, site, {option})": [
+                "Contrast(yes, no, ",
+                f"{option.partition('=')[0]}=",
+            ]
+            for name in CONTRASTS
+            for option in ("pos=None", "batch=8")
+        },
+        f"{PROBES}, (yes, no), k=k, pos=None)": ["Contrast(yes, no, pos="],
+    },
+    'change.controls["kl"]["other texts"], change.controls["kl"]["shuffled"]': {
+        'change.controls["kl"]["other texts"]': ["base on the next text"],
+        'change.controls["kl"]["shuffled"]': ["tuned on the next text"],
+    },
+    "interp.completeness, interp.minimality": {
+        "interp.completeness": ["interp.evaluate_circuit", "completeness"],
+        "interp.minimality": ["interp.evaluate_circuit", "minimality"],
+    },
+    "other_texts of change.top().layers": {"change.top().layers[0].other_texts": ["next_text"]},
+    "PrunedGraph.as_json(slug, scan)": {
+        "PrunedGraph.as_json(graph, slug, scan)": ["PrunedGraph.neuronpedia(slug, scan)"],
+        "PrunedGraph.as_json(graph, slug=slug, scan=scan)": ["PrunedGraph.neuronpedia(slug, scan)"],
+    },
+    "positions= of run_with_cache, capture, plan and Options": {
+        "runner.run_with_cache(TEXT, positions=[0])": ["pos="],
+        "runner.capture(TEXT, names=site, positions=[0])": ["pos="],
+        "runner.plan(TEXT, names=site, positions=[0])": ["pos="],
+        "Options(positions=[0])": ["pos="],
+    },
+    "direction= of direct_logit_attribution, accumulated_logits and max_activating": {
+        "interp.direct_logit_attribution(model, cache, direction=vector)": ["vector="],
+        "interp.accumulated_logits(model, cache, direction=vector)": ["vector="],
+        "interp.max_activating(model, [TEXT], site, direction=vector)": ["vector="],
+    },
+    "at= of splice": {"interp.splice(model, dictionary, at=site)": ["point="]},
+    "over= of edits.mean": {'edits.mean(cache, over="pos")': ["across="]},
+    "load_sae of several layers": {
+        'interp.features.load_sae("pydoc-4l/transcoders")': ["load_transcoders"]
+    },
+    "pairs.text.mask": {"pairs.text.mask": ["text.attention_mask"]},
+    'positions="shortformer"': {
+        'models.TransformerConfig(**sizes, positions="shortformer")': ["use TransformerLens"]
+    },
+    "arguments, corrupted_arguments, corrupted_mask of Pairs": {
+        f"Pairs(TEXT, TEXT, {name}={{}})": ["a mapping as text, such as the output of a processor"]
+        for name in ("arguments", "corrupted_arguments", "corrupted_mask")
+    },
+}
+
+
+def rows():
+    """Return the cells of all rows, without the signs of code: the new text by the old text."""
+    cells = {}
+    for table in TABLE.findall(CHANGES):
+        for row in table.splitlines():
+            old, new = row.strip("| ").split(" | ")
+            cells[old] = new
+    return cells
+
+
+def plain(cell):
+    """Return a cell without the signs of code."""
+    return cell.replace("`", "")
+
+
+def uses_of(old):
+    """Return the old forms of a row, each with the texts of its error."""
+    if uses := USES.get(plain(old)):
+        return uses
+    package, name = NAME_OF_A_PACKAGE.fullmatch(plain(old)).groups()
+    new = [plain(rows()[old])]
+    return {f"{package}.{name}": new, f"from {package} import {name}": new}
+
+
+def values():
+    """Return the values of the names in `USES`."""
+    s = shared()
+    packages = dict(interp=interp, models=models, torch=torch, edits=edits, spectral=spectral)
+    classes = dict(Options=Options, Pairs=Pairs, PrunedGraph=PrunedGraph, Ray=Ray)
+    return dict(
+        **packages,
+        **classes,
+        TEXT=TEXT,
+        model=s.model,
+        runner=HookedRunner(s.model),
+        cache=s.cache,
+        pairs=s.pairs,
+        dictionary=s.sae,
+        change=changed(),
+        graph=traced().pruned(),
+        yes=NUMBERS,
+        no=WORDS,
+        site="blocks.1.mlp_out",
+        store=None,
+        labels=[True, False],
+        out="unused",
+        k=1,
+        slug="a",
+        scan="b",
+        vector=torch.ones(128),
+        sizes=dict(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4),
+    )
+
+
+def test_the_tables_have_rows_and_each_entry_has_a_row():
+    assert len(rows()) > 25
+    assert USES.keys() <= {*map(plain, rows())}
+
+
+@pytest.mark.parametrize("old", rows(), ids=plain)
+def test_each_old_name_of_a_row_is_used(old):
+    used = re.findall(r"\w+", " ".join(uses_of(old)))
+    for name in re.findall(r"`([^`]+)`", old):
+        assert {*re.findall(r"\w+", name)} <= {*used}, name
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("old", rows(), ids=plain)
+def test_each_old_name_raises_an_error_with_the_new_name(old):
+    names = values()
+    for code, texts in uses_of(old).items():
+        with pytest.raises(Exception, match=re.escape(texts[0])) as caught:
+            exec(code, names)
+        for text in texts:
+            assert text in str(caught.value), code
+            assert text in plain(rows()[old]), code
+
+
+@pytest.mark.parametrize("module", FORMER)
+def test_the_import_of_a_former_module_raises_an_error_with_the_new_name(module):
+    with pytest.raises(ImportError, match=re.escape(plain(rows()[f"`{module}`"]))):
+        exec(f"import {module}")
+    package, _, name = module.partition(".")
+    assert not hasattr(importlib.import_module(package), name)
