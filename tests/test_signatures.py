@@ -45,6 +45,8 @@ from tests.faces import MODULES, is_ours
 from tests.returned import DETAILS, HELD, public_values, reached, received, returned
 from tests.written import members_of, type_text, value_text
 
+pytest.importorskip("matplotlib")
+
 ROOT = Path(__file__).parent.parent
 RECORD = Path(__file__).with_name("signatures.txt")
 

@@ -31,7 +31,7 @@ from interp.protocol import logits_of, runner_of
 from interp.results.result import Result
 
 if TYPE_CHECKING:
-    from interp.plots.figure import Figure
+    from interp.plots.figure import Picture
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -105,7 +105,7 @@ class SteeringCurve(plots.Shown):
         page = plots.together("steering", shown)
         return plots.View(page.title, page.parts, self.plot)
 
-    def plot(self) -> "Figure":
+    def plot(self) -> "Picture":
         """Plot the mean score over the strength, and below it the mean KL, with 95% intervals. It
         needs the extra `plots`.
         """

@@ -17,7 +17,7 @@ from interp.numbers.ranks import rank_correlation
 from interp.results.result import Result
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from interp.plots.figure import Picture
 
 _MISSES = 10
 _OTHER_NUMBERS = (
@@ -86,7 +86,7 @@ class Comparison(plots.Shown):
         )
         return plots.View(says[0], shown.parts, plot=self.plot, says=says[1:])
 
-    def plot(self) -> "Figure":
+    def plot(self) -> "Picture":
         """Plot the estimate against the exact effect, one dot for each place.
 
         It needs the extra `plots`.

@@ -21,7 +21,7 @@ from interp.runs.circuit_runs import CircuitRuns
 from interp.runs.masked import CircuitSource
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from interp.plots.figure import Picture
 
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """The shares of edges at which the MIB benchmark runs circuits (Mueller et al. 2025)."""
@@ -88,7 +88,7 @@ class Curve:
                 tables[f"{name}.{part}"] = Table(number, unit="area")
         return form("Curve", tables, self.signed.about)
 
-    def plot(self) -> "Figure":
+    def plot(self) -> "Picture":
         """Plot the three curves with 95% intervals. It needs the extra `plots`."""
         from interp.plots.matplotlib_figures import curves
 

@@ -115,7 +115,7 @@ def heat_maps(
     reach: float = 0.0,
     limit: float | None = None,
     ax: Axes | None = None,
-) -> Figure:
+) -> Figure | Picture:
     """Plot tables as colours, side by side, all on one scale.
 
     White is 0. The range of colours includes `reach`, or ends at `limit`. It includes values below
@@ -138,6 +138,7 @@ def heat_maps(
     most = limit or max(largest, reach) or 1
     colours, least = ("RdBu", -most) if known.min(initial=0) < 0 else ("Blues", 0)
     (rows, of_rows), (columns, of_columns) = labels.items()
+    figure: Figure | Picture
     if ax is None:
         across = math.ceil(len(tables) ** 0.5)
         down = math.ceil(len(tables) / across)
@@ -167,7 +168,7 @@ def bars(
     title: str,
     limit: float | None = None,
     ax: Axes | None = None,
-) -> Figure:
+) -> Figure | Picture:
     """Plot bars with intervals.
 
     Args:
@@ -181,6 +182,7 @@ def bars(
         ax: the axes to draw in. Default: the axes of a new figure.
     """
     places = range(len(values))
+    figure: Figure | Picture
     if ax is None:
         figure, axes = _framed((_inches(len(values)), 4.0), title)
     else:
@@ -210,7 +212,7 @@ def scatter(
     named: Sequence[tuple[float, float, str]],
     unit: str,
     title: str,
-) -> Figure:
+) -> Picture:
     """Plot estimated over exact effects, with a dot for each place and the names of some places.
 
     Args:
@@ -252,7 +254,7 @@ def scatter(
 
 def curves(
     shares: Sequence[float], heights: Mapping[str, Sequence[Float[Tensor, " share"]]], title: str
-) -> Figure:
+) -> Picture:
     """Plot faithfulness over the share of edges in circuits.
 
     Args:
@@ -277,7 +279,7 @@ def below_each_other(
     heights: Mapping[str, Sequence[Float[Tensor, " x"]]],
     axis: str,
     title: str,
-) -> Figure:
+) -> Picture:
     """Plot numbers with intervals over one axis, in a panel of its own for each name.
 
     Args:
@@ -322,7 +324,7 @@ def lines(
     axis: str,
     unit: str,
     title: str,
-) -> Figure:
+) -> Picture:
     """Plot numbers over an axis, with a line for each name.
 
     Args:
@@ -342,7 +344,7 @@ def lines(
     return figure
 
 
-def network(rows: Sequence[Sequence[str]], arrows: Sequence[Arrow], title: str) -> Figure:
+def network(rows: Sequence[Sequence[str]], arrows: Sequence[Arrow], title: str) -> Picture:
     """Plot nodes in rows, the first row at the bottom, and arrows between them.
 
     An arrow is wider if its score is larger. An arrow with a negative score is blue, and bends to
@@ -411,13 +413,13 @@ def _on_arc(
     return x, y
 
 
-def _framed(size: tuple[float, float], title: str) -> tuple[Figure, Axes]:
+def _framed(size: tuple[float, float], title: str) -> tuple[Picture, Axes]:
     """Return a figure with a title, and its axes. The size is in inches."""
     figure = _new_figure(size, title)
     return figure, figure.subplots()
 
 
-def _new_figure(size: tuple[float, float], title: str) -> Figure:
+def _new_figure(size: tuple[float, float], title: str) -> Picture:
     """Return an empty figure with a title. The size is in inches."""
     figure = Picture(figsize=size, layout="constrained")
     figure.suptitle(title, fontsize="small", wrap=True)

@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from interp.plots.figure import Picture
+
 _FORMAT = "hookscope-result-2"
 _TUPLES = ("axes", "bounds", "counts", "groups")
 _LARGEST_SHARE = 10
@@ -715,7 +717,7 @@ class Result(plots.Shown):
         title: str | None = None,
         limit: float | None = None,
         ax: "Axes | None" = None,
-    ) -> "Figure":
+    ) -> "Figure | Picture":
         """Plot the mean effects: a heat map for two axes, or bars with 95% intervals for one axis.
 
         White is 0. If target and base exist, the range of colours includes their difference, so
