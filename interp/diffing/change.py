@@ -38,6 +38,7 @@ from interp.diffing.matrices import (
     WeightChanges,
     changed_outside_layers,
     weight_changes,
+    with_other_names,
 )
 from interp.diffing.means import means_of
 from interp.diffing.promoted import DifferenceLens, directions_of, promoted
@@ -383,10 +384,9 @@ class ModelChange(plots.Shown):
         """Return a line about changed weights outside the layers."""
         if self.outside_layers is None:
             return "  changed weights outside the layers: not known"
-        names = []
-        for name in self.outside_layers[:_NAMES_SHOWN]:
-            others = "".join(f" (also {other})" for other in self._other_names.get(name, ()))
-            names.append(f"{name}{others}")
+        names = [
+            with_other_names(name, self._other_names) for name in self.outside_layers[:_NAMES_SHOWN]
+        ]
         if n_more := len(self.outside_layers) - len(names):
             names.append(f"… {n_more} more")
         all_names = " (all changed weights: .weights.changed)" if names else ""

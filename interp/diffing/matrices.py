@@ -132,8 +132,6 @@ class MatrixChange:
             contains queries, keys and values; empty for other weights.
         rows: the tokens whose rows changed, for an embedding or an unembedding; None for other
             weights.
-        other_names: the other names of a tied weight, such as `lm_head.weight`, if both models tie
-            it.
 
     >>> import copy
     >>> from interp import compare_models
@@ -161,14 +159,12 @@ class MatrixChange:
     random_strength: float = math.nan
     parts: Mapping[str, float] = field(default_factory=dict)
     rows: ChangedRows | None = None
-    other_names: tuple[str, ...] = ()
 
     def parts_in_words(self) -> str:
-        """Return the other names, the changes of the parts, or the tokens of the rows that changed,
-        in parentheses after a space; empty without these facts.
+        """Return the changes of the parts, or the tokens of the rows that changed, in parentheses
+        after a space; empty without parts and rows.
         """
-        facts = [f"also {name}" for name in self.other_names]
-        facts += [f"{part} {size:.3g}" for part, size in self.parts.items()]
+        facts = [f"{part} {size:.3g}" for part, size in self.parts.items()]
         if self.rows is not None:
             role, n, tokens = self.rows
             words = " ".join(map(repr, tokens[:_SHOWN]))
@@ -183,6 +179,8 @@ class WeightChanges(plots.Shown):
 
     Attributes:
         changes: the changes, also of weights that did not change.
+        other_names: the other names of each weight that both models tie, such as `lm_head.weight`,
+            by its first name.
 
     >>> import copy
     >>> from interp import compare_models
@@ -198,6 +196,7 @@ class WeightChanges(plots.Shown):
     """
 
     changes: tuple[MatrixChange, ...]
+    other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def changed(self) -> list[str]:
@@ -212,7 +211,8 @@ class WeightChanges(plots.Shown):
         """
         by_name: dict[str, MatrixChange] = {}
         for change in self.changes:
-            by_name |= dict.fromkeys((change.name, *change.other_names), change)
+            names = (change.name, *self.other_names.get(change.name, ()))
+            by_name |= dict.fromkeys(names, change)
         if name not in by_name:
             raise unknown_name(name, by_name, "weight of both models")
         return by_name[name]
@@ -268,8 +268,9 @@ class WeightChanges(plots.Shown):
         changed = [change for change in self.changes if change.relative > 0]
         lines = [f"WeightChanges: {len(changed)} of {len(self.changes)} weights changed"]
         for change in changed[:_MOST]:
+            name = with_other_names(change.name, self.other_names)
             lines.append(
-                f"  {change.name} {[*change.shape]}: relative change {change.relative:.3g}"
+                f"  {name} {[*change.shape]}: relative change {change.relative:.3g}"
                 f"{change.parts_in_words()}, effective rank {change.effective_rank:.3g} "
                 f"(random {change.random_rank:.3g})"
             )
@@ -309,14 +310,26 @@ def weight_changes(
     decomposed = _Decomposer(models, top=top, n_tokens=n_tokens, seed=seed)
     fused = _fused(models.tuned) | _fused(models.base)
     changes = []
+    other_names: dict[str, tuple[str, ...]] = {}
     for name in progress_of(weights, "weights", len(weights)):
-        tuned, base, other_names = weights[name]
+        tuned, base, others = weights[name]
         writer = writers.get(base.module) if name.endswith(".weight") else None
         changes.append(decomposed.change(name, tuned=tuned, base=base, writer=writer))
         parts = _parts_of(tuned.parameter, base.parameter, fused)
-        changes[-1] = replace(changes[-1], parts=parts, other_names=other_names)
+        changes[-1] = replace(changes[-1], parts=parts)
+        if others:
+            other_names[name] = others
     changes.sort(key=lambda change: change.relative, reverse=True)
-    return WeightChanges(tuple(changes))
+    return WeightChanges(tuple(changes), other_names)
+
+
+def with_other_names(name: str, other_names: Mapping[str, tuple[str, ...]]) -> str:
+    """Return the name of a weight and, in parentheses, the other names of a tied weight.
+
+    >>> with_other_names("embed.weight", {"embed.weight": ("head.weight",)})
+    'embed.weight (also head.weight)'
+    """
+    return name + "".join(f" (also {other})" for other in other_names.get(name, ()))
 
 
 def changed_outside_layers(models: TwoModels) -> dict[str, tuple[str, ...]] | None:

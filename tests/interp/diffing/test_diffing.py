@@ -229,9 +229,7 @@ def test_a_tied_weight_is_one_weight_if_both_models_tie_it(kind):
     assert change.outside_layers == (embedding,)
     if kind == "attached":
         assert f": {embedding} (also {unembedding}) (all changed weights" in repr(change)
-        assert f"{embedding} [{len(tied.lm_head.weight)}" in repr(change.weights)
-        for printed in (repr(change.weights), repr(change.top())):
-            assert f"(also {unembedding}, embedding and unembedding, " in printed
+        assert f"{embedding} (also {unembedding}) [" in repr(change.weights)
         assert change.weights[unembedding] is change.weights[embedding]
     else:
         # The unembedding of a plain model has no weight of its own.
