@@ -109,6 +109,8 @@ def test_the_directions_example(printed, tmp_path):
     scores = re.findall(r"blocks\.2\.resid_post (?:-1 )? ([\d.]+) \[([\d.]+), ([\d.]+)\]", out)
     (found, *_), (_, low, high) = (map(float, each) for each in scores)
     assert found > 0.99
+    # The baseline shows that one letter tells the two kinds apart.
+    assert float(re.search(r"embed -1 +([\d.]+)", out)[1]) > 0.99
     assert low < 0.6
     assert high > 0.4
     before, after = map(float, re.search(r"means: (\S+) before, (\S+) after", out).groups())

@@ -6,9 +6,16 @@
 2. For each fold, fit a classifier on the other folds and score it on this fold. The score is the
    area under the ROC curve (AUROC), which is 0.5 by chance. The fit uses all copies; the score
    counts each text once.
-3. Repeat this with random labels for each text, with the same label for all copies of a text
-   (Hewitt & Liang 2019, "Designing and Interpreting Probes with Control Tasks"). A score above
-   chance is then due to the probe, not to the values.
+3. Repeat this with random labels for each text, with the same label for all copies of a text. A
+   fit on some texts cannot know the random labels of other texts, so this control is near 0.5 for
+   every probe. It would be above 0.5 if rows of one text were in two folds.
+
+The control says nothing about words that tell the two kinds of texts apart. For these, the baseline
+is a probe of the token embeddings (`site="embed"`): if it scores as well as a later point, the
+probe at this point may only read the word. Groups of nearly equal texts need `groups` of
+`Contrast`. The control tasks of Hewitt & Liang 2019, "Designing and Interpreting Probes with
+Control Tasks", are different: their random labels belong to words, which are the same in the fit
+and in the test.
 """
 
 import os
@@ -72,7 +79,8 @@ class Probe(plots.Shown):
             examples are folds. In the intervals, all copies of a text count as one text, and all
             texts of a group count as one text; see
             `interp.numbers.intervals.auroc_interval`.
-        control: the AUROC with random labels for each text, the mean over draws.
+        control: the AUROC with random labels for each text, the mean over draws. It is near 0.5 for
+            every probe whose folds share no text.
 
     >>> from models import load
     >>> numbers = ["part AB1", "part CD2", "part EF3", "part GH4", "part JK5", "part LM6"]
@@ -212,7 +220,10 @@ def probe(
 
     A probe is a linear classifier of values. Its score is the AUROC on texts that it was not fitted
     on: 0.5 by chance, 1 if every value of one kind is above every value of the other kind. As a
-    control, the same probe is fitted to random labels. The module's docstring explains the steps.
+    control, the same probe is fitted to random labels for each text. This control is near 0.5 for
+    every probe whose folds share no text. It does not find words that tell the two kinds apart: for
+    these, compare with the score at `embed`, by `site=["embed", "resid_post"]`. The module's
+    docstring explains the steps.
     This needs the extra `probes` (scikit-learn).
 
     Values are standardised before the fit, but the direction applies to the original values.
