@@ -461,7 +461,7 @@ def _call_in_words(score: _Score, ids: Sequence[Tensor], pos: Tokens, write: Wri
         is_same = argument.ndim and bool((argument == argument[0]).all())
         argument = argument[0] if is_same else argument
         arguments.append(short(write(argument.tolist())))
-    if pos != -1:
+    if Position(pos).where != _LAST:
         arguments.append(f"pos={short(pos)}")
     return f"{score.make.__name__}({', '.join(arguments)})"
 

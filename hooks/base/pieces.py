@@ -48,7 +48,7 @@ class Piece:
         self.moved = moved
         self.began = began
         self.others = dict(others or {})
-        self._firsts: dict[int, Piece] = {}
+        self._parts: dict[tuple[int, int], Piece] = {}
         self._columns: dict[str, Columns | None] = {}
         self._masks: dict[str, KeyMask] = {}
 
@@ -70,17 +70,19 @@ class Piece:
             and all(mask is other.others[axis] for axis, mask in self.others.items())
         )
 
-    def first(self, rows: int) -> "Piece":
-        """Return the piece with only the first rows."""
+    def of_rows(self, first: int, count: int) -> "Piece":
+        """Return the piece with only some rows: `count` rows from the row `first` on."""
         masks = [mask for mask in (self.real, *self.others.values()) if mask is not None]
-        if all(len(mask) <= rows for mask in masks):
+        if not first and all(len(mask) <= count for mask in masks):
             return self
-        real = None if self.real is None else self.real[:rows]
-        others = {axis: mask[:rows] for axis, mask in self.others.items()}
-        first = Piece(self.start, real, moved=self.moved, began=self.began, others=others)
-        # Return the piece of an earlier call with this number of rows, if there is one: it may have
-        # computed its real columns already.
-        return self._firsts.setdefault(rows, first)
+        rows = slice(first, first + count)
+        # A piece of an earlier call with these rows may have computed its real columns already.
+        if (first, count) not in self._parts:
+            real = None if self.real is None else self.real[rows]
+            others = {axis: mask[rows] for axis, mask in self.others.items()}
+            part = Piece(self.start, real, moved=self.moved, began=self.began, others=others)
+            self._parts[first, count] = part
+        return self._parts[first, count]
 
     def columns_along(self, axis: str, rows: int, end: int) -> Sequence[Sequence[int]] | None:
         """Return the real columns of each text along an axis of a value.

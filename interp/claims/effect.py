@@ -245,7 +245,7 @@ class _Replaced:
         for point, index in places:
             for edit in self._edits(point, kind):
                 jobs.append({point: edit.at(**{self._axis: index})})
-        _, effects = effects_of_edits(self._runs, jobs)
+        _, effects = effects_of_edits(self._runs, jobs, of_rows=True)
         values = self._runs.per_example(effects).unflatten(0, (len(places), -1)).mean(1)
         return self._sign * values
 

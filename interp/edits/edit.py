@@ -2,7 +2,7 @@
 
 import difflib
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,11 +16,13 @@ from hooks.base import (
     Selection,
     argument_hint,
     number_of_call,
+    piece_read,
+    reading,
     to_device,
     unknown_name,
 )
 from interp.edits.padding import require_real_source
-from interp.edits.places import Region, Where, first_column, locate_part, selects_end
+from interp.edits.places import Region, Where, axes_of, first_column, locate_part, selects_end
 from interp.edits.sources import ValueSource, Vectors
 from interp.inputs.parts import require_whole
 from interp.protocol import is_of_text
@@ -72,6 +74,9 @@ class Edit:
         only_at: the last part of the names of the points where the edit is allowed; empty for all
             points.
         where: the place, by axis; see `at`.
+        n_texts: the number of texts, if a run has several rows for each text, such as one row for
+            each answer: first a row of each text, then a second row of each text. The edit then
+            makes the same change in all rows of a text. None if each row is a text.
 
     >>> from interp import edits
     >>> edit = edits.scale(0.5, pos=-1)
@@ -85,6 +90,7 @@ class Edit:
     source: ValueSource | None = None
     only_at: str = ""
     where: Where = field(default_factory=dict)
+    n_texts: int | None = None
 
     def at(self, /, **where: Index) -> "Edit":
         """Return the same edit at a narrower place.
@@ -130,7 +136,10 @@ class Edit:
         self._require_fit(point)
         if CALL in self.where or not is_of_text(point.name):
             return 0
-        return first_column(self.where, point, n_pos)
+        if self.n_texts is None:
+            return first_column(self.where, point, n_pos)
+        with reading(piece_read().of_rows(0, self.n_texts)):
+            return first_column(self.where, point, n_pos)
 
     def acts_at_end(self, point: Point, n_pos: int) -> bool | None:
         """Return whether the edit changes the last of `n_pos` columns of the texts.
@@ -187,10 +196,11 @@ class Edit:
             UnknownNameError: if the point lacks an axis, or a cache lacks the point.
             EditError: if an index or a source does not fit.
         """
-        changed = self._changed(activation, point)
-        if changed is not None:
-            box, new = changed
-            activation[box] = new
+        for rows in self._rows_of_texts(activation, point):
+            changed = self._changed(rows, point)
+            if changed is not None:
+                box, new = changed
+                rows[box] = new
         return activation
 
     def try_on(self, activation: Shaped[Tensor, "..."], point: Point) -> None:
@@ -203,10 +213,22 @@ class Edit:
         Raises:
             UnknownNameError, EditError: as in a call of the edit.
         """
-        changed = self._changed(activation, point)
-        if changed is not None:
-            box, new = changed
-            new.expand_as(activation[box])
+        for rows in self._rows_of_texts(activation, point):
+            changed = self._changed(rows, point)
+            if changed is not None:
+                box, new = changed
+                new.expand_as(rows[box])
+
+    def _rows_of_texts(self, activation: Tensor, point: Point) -> Iterator[Tensor]:
+        """Yield views of an activation with one row for each text; see `n_texts`."""
+        axes = axes_of(point, activation.ndim)
+        if self.n_texts is None or "batch" not in axes:
+            yield activation
+            return
+        batch = axes.index("batch")
+        for first in range(0, activation.shape[batch], self.n_texts):
+            with reading(piece_read().of_rows(first, self.n_texts)):
+                yield activation.narrow(batch, first, self.n_texts)
 
     def _changed(
         self, activation: Tensor, point: Point

@@ -147,7 +147,8 @@ def patch_top_k(
     sample = torch.randperm(n_outside, generator=generator)[:n_sampled].tolist()
     patched = order[:k] + [order[k + n] for n in sample]
     jobs = sites.edits(partial(edits.replace, sites.values))
-    base, effects = effects_of_edits(runs, [jobs[place] for place in patched], max_bytes)
+    patches = [jobs[place] for place in patched]
+    base, effects = effects_of_edits(runs, patches, max_bytes, of_rows=True)
     _require_same(is_same_metric(estimate.base, runs.per_example(base), value.dtype))
     exact = runs.result(effects, {"place": patched}, base, site=choice.site)
     return _verified(estimate, exact, patched, k=k, n_outside=n_outside)

@@ -123,7 +123,7 @@ def activation_patching(
     runs = Runs(model, pairs, direction=two_runs, source=source)
     sites = Sites(runs, choice)
     put = partial(replace_values, sites.values) if edit is None else edit.at
-    base, effects = effects_of_edits(runs, sites.edits(put), max_bytes)
+    base, effects = effects_of_edits(runs, sites.edits(put), max_bytes, of_rows=runs.has_source)
     return sites.result(base, effects, **about)
 
 

@@ -290,6 +290,6 @@ class PathEdits:
                 self.runs,
                 [*waiting.values()],
                 max_bytes=self.runs.max_bytes,
-                pos_in_rows=True,
+                of_rows=True,
             )
             waiting.clear()

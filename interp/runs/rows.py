@@ -217,7 +217,7 @@ def _edit_rows(
         raise NoRowsError(f"{point} must have a row for each text")
     value = value.clone()
     # Each edit receives the rows of one batch.
-    with reading(piece_read().first(size)):
+    with reading(piece_read().of_rows(0, size)):
         for copy, job, edited in edits:
             rows = value.narrow(dim, copy * size, size)
             if are_edits(edited):

@@ -175,10 +175,26 @@ class Sites:
         for place_of_each_axis in itertools.product(*self.places.values()):
             selected: dict[str, Any] = {}
             for _, selected_along_axis in place_of_each_axis:
-                selected |= selected_along_axis
+                selected |= self._in_prompts(selected_along_axis)
             names = [selected.pop("layer")] if "layer" in selected else [*self.names.values()]
             jobs.append([(names, put(**selected))])
         return jobs
+
+    def _in_prompts(self, selected: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a selection of a place, restricted to the tokens of prompts.
+
+        If answers are several tokens, a column may contain a token of the prompt in one row and a
+        token of the answer in another row. Then the column is selected only in the first. This
+        holds for two runs. An edit acts on texts and not on rows; see `effects_of_edits`.
+        """
+        in_prompts = {}
+        for axis, index in selected.items():
+            if axis in _OF_PROMPTS and isinstance(index, slice) and self.prompts is not None:
+                is_prompt = self.prompts[:, index.start].tolist()
+                if self.runs.has_source and not all(is_prompt):
+                    index = [[index.start] if is_in_row else [] for is_in_row in is_prompt]
+            in_prompts[axis] = index
+        return in_prompts
 
     def _layers(self) -> str:
         """Return the layers that are changed together, as text."""
@@ -287,9 +303,10 @@ class Sites:
             raise ValueError("over=['span'] needs Pairs with spans; got pairs without spans")
         places: list[PatchPlace] = []
         for name, columns in spans.items():
-            selected: dict[str, Any] = {point_axis: columns}
+            # An edit acts on texts, and an exchange between two runs on rows.
+            selected: dict[str, Any] = {point_axis: columns[: len(self.runs.pairs)]}
             if self._source is not None:
-                selected["source_pos"] = self._source.spans[name]
+                selected = {point_axis: columns, "source_pos": self._source.spans[name]}
             places.append((name, selected))
         return places
 

@@ -55,7 +55,7 @@ def effects_of_edits(
     edits: Sequence[Hooks],
     max_bytes: int | None = None,
     *,
-    pos_in_rows: bool = False,
+    of_rows: bool = False,
 ) -> tuple[Float[Tensor, " row"], Float[Tensor, "edit row"]]:
     """Return the metric of the unedited run, and the effect of each edit.
 
@@ -63,8 +63,8 @@ def effects_of_edits(
         runs: the texts and the metric.
         edits: the hooks of each run, in the form of the argument `hooks` of `run_with_hooks`.
         max_bytes: see `interp.sweep`.
-        pos_in_rows: whether positions of edits are positions of rows, which end with an answer.
-            Default: False, for positions of prompts.
+        of_rows: whether edits act on rows, each of which contains a text and an answer of several
+            tokens. Default: False, for edits of texts, whose positions are positions of prompts.
 
     Warns:
         UserWarning: if effects are NaN.
@@ -75,10 +75,9 @@ def effects_of_edits(
     require_kind("max_bytes", max_bytes, (int, float, type(None)), "a number of bytes")
     batch = Batch(runs.text, runs.metric)
     edits_of_runs = [runs.runner.edits(hooks) for hooks in edits]
-    if runs.rows is not runs.pairs and not pos_in_rows:
-        prompts = true_columns(runs.prompts)
-        n_texts = len(runs.pairs.text.tokens)
-        edits_of_runs = [_in_prompts(edited, prompts, n_texts) for edited in edits_of_runs]
+    if runs.rows is not runs.pairs and not of_rows:
+        prompts = true_columns(runs.prompts[: len(runs.pairs)])
+        edits_of_runs = [_of_texts(edited, prompts) for edited in edits_of_runs]
     with batch.reading():
         base, values = _measured(runs.runner, batch, edits_of_runs, max_bytes=max_bytes)
     effects = values - base
@@ -91,34 +90,27 @@ def effects_of_edits(
     return base, effects
 
 
-def _in_prompts(
-    edited: Sequence[EditedPoint], prompts: list[list[int]], n_texts: int
-) -> list[EditedPoint]:
-    """Return edits that select texts, and positions of their prompts, as edits of rows.
+def _of_texts(edited: Sequence[EditedPoint], prompts: list[list[int]]) -> list[EditedPoint]:
+    """Return edits that make the same change in all rows of a text, at positions of its prompt.
 
-    A text has one row, or two rows: the row of its right answer and the row of its wrong answer. A
-    row ends with the answer.
+    A text has a row for each answer, and a row ends with the answer.
 
     Args:
         edited: the edits of a run.
-        prompts: the columns of the tokens of each row's prompt. The rows of the right answers come
-            first.
-        n_texts: the number of texts.
+        prompts: the columns of the tokens of each text's prompt.
     """
-    in_prompts = []
+    edits_of_texts = []
     for point_edits in edited:
         hooks = tuple(
-            _edit_in_prompts(hook, point_edits.point, prompts, n_texts)
-            if isinstance(hook, Edit)
-            else hook
+            _edit_of_texts(hook, point_edits.point, prompts) if isinstance(hook, Edit) else hook
             for hook in point_edits.hooks
         )
-        in_prompts.append(replace(point_edits, hooks=hooks))
-    return in_prompts
+        edits_of_texts.append(replace(point_edits, hooks=hooks))
+    return edits_of_texts
 
 
-def _edit_in_prompts(edit: Edit, point: Point, prompts: list[list[int]], n_texts: int) -> Edit:
-    """Return an edit of rows that acts on the texts and positions that an edit selects.
+def _edit_of_texts(edit: Edit, point: Point, prompts: list[list[int]]) -> Edit:
+    """Return an edit that makes the same change in all rows of a text; see `_of_texts`.
 
     The texts of an encoder and of a tower are not continued by answers, so positions in them do not
     change. In the text of a cache, negative positions still count from the end of that text.
@@ -126,47 +118,39 @@ def _edit_in_prompts(edit: Edit, point: Point, prompts: list[list[int]], n_texts
     Args:
         edit: the edit.
         point: the point that is edited.
-        prompts, n_texts: see `_in_prompts`.
+        prompts: see `_of_texts`.
 
     Raises:
-        SelectionError: if a position is outside a prompt, or a text does not exist.
+        SelectionError: if a position is outside a prompt.
     """
-    has_answers = has_text_of_logits(point.name)
     where = {}
     source = edit.source
+    has_answers = has_text_of_logits(point.name)
     for axis, selection in edit.where.items():
         # The edit itself raises an error for an axis that the point does not have.
-        if axis == "batch" and axis in point.axes:
-            (texts,) = selection.rows(n_texts, "batch")
-            rows_of_texts = range(0, len(prompts), n_texts)
-            selection = Selection([first + n for first in rows_of_texts for n in texts])
-        elif axis in TEXT_AXES and axis in point.axes and has_answers:
+        if axis in TEXT_AXES and axis in point.axes and has_answers:
             if axis in POSITION_AXES and source is not None and selection.counts_back:
                 source = source.counting(selection, axis)
-            selection = _columns_of_prompts(selection, axis, prompts, n_texts)
-        elif axis in TEXT_AXES and selection.is_by_example:
-            selection = Selection(selection.parts * (len(prompts) // n_texts))
+            selection = _columns_of_prompts(selection, axis, prompts)
         where[axis] = selection
-    return replace(edit, where=where, source=source)
+    return replace(edit, where=where, source=source, n_texts=len(prompts))
 
 
-def _columns_of_prompts(
-    selection: Selection, axis: str, prompts: list[list[int]], n_texts: int
-) -> Selection:
-    """Return the selected columns of the prompt of each row.
+def _columns_of_prompts(selection: Selection, axis: str, prompts: list[list[int]]) -> Selection:
+    """Return the selected columns of each text's prompt.
 
     Args:
-        selection: the selected positions of the texts.
+        selection: the selected positions.
         axis: the name of the axis, for errors.
-        prompts, n_texts: see `_in_prompts`.
+        prompts: see `_of_texts`.
 
     Raises:
         SelectionError: if a position is outside a prompt.
     """
     n_columns = max(columns[-1] for columns in prompts) + 1
-    of_texts = selection.rows(n_columns, axis, n_texts, real=prompts[:n_texts])
     rows = []
-    for selected, columns in zip(itertools.cycle(of_texts), prompts):
+    selected_columns = selection.rows(n_columns, axis, len(prompts), real=prompts)
+    for selected, columns in zip(itertools.cycle(selected_columns), prompts):
         rows.append([column for column in selected if column in columns])
     return Selection(rows if any(row != rows[0] for row in rows) else rows[0])
 

@@ -24,6 +24,7 @@ from interp import (
 from interp.alignment import align
 from interp.inputs.token_positions import last_real
 from interp.measuring import last_of, measure, metric_of_examples, per_run
+from models import load
 from tests.shipped import pydoc
 
 BATCH, POS, VOCAB = 3, 5, 11
@@ -520,3 +521,20 @@ def test_a_metric_without_a_unit_is_named_by_the_result(metric, name):
     assert result.about["metric"] == name
     assert result.unit == f"values of {name}"
     assert f"in values of {name}" in repr(result).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("pos", "shown"), [([2, 5], "[2, 5]"), (torch.tensor([2, 5]), "[2, 5]"), (torch.tensor(4), "4")]
+)
+def test_a_metric_with_positions_is_written_in_words(pos, shown):
+    model = load("pydoc-4l")
+    pairs = Pairs(["return", "import"], metric=log_prob([3, 4], pos=pos)).read_by(model)
+    words = [model.to_text([token]) for token in (3, 4)]
+    assert repr(pairs.metric) == f"log_prob({words}, pos={shown})"
+
+
+@pytest.mark.parametrize("pos", [-1, torch.tensor(-1)])
+def test_the_last_position_is_left_out_of_the_words(pos):
+    model = load("pydoc-4l")
+    pairs = Pairs("return", metric=log_prob(3, pos=pos)).read_by(model)
+    assert repr(pairs.metric) == f"log_prob({model.to_text([3])!r})"

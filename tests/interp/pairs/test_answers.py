@@ -378,6 +378,28 @@ def test_an_edit_of_some_texts_acts_on_both_answers(model, axis):
     close(result.values[0], by_hand(model, CLEAN, changes=changes) - by_hand(model, CLEAN))
 
 
+@pytest.mark.parametrize("site", ["span", "pos", "all"])
+def test_noise_is_the_same_for_both_answers(model, site):
+    """Noise at the tokens of an answer differs between answers of other lengths."""
+    edit = edits.noise(1.0, seed=3)
+    spans = {"end": [[3, 4], [1, 2], [2]]}
+    if site == "all":
+        edit = edit.at(pos=slice(1, 3))
+
+    def effects(pairs):
+        if site == "all":
+            return sweep(model, pairs, [{"blocks.1.resid_mid": edit}]).values
+        over = ["layer", site]
+        return activation_patching(model, pairs, "resid_mid", over, edit=edit, layers=1).values
+
+    right, wrong = (
+        Pairs(text(CLEAN, "right"), answers=[torch.tensor(answer) for answer in kind], spans=spans)
+        for kind in (RIGHT, WRONG)
+    )
+    both = Pairs(text(CLEAN, "right"), answers=answers(), spans=spans)
+    close(effects(both), effects(right) - effects(wrong))
+
+
 @pytest.mark.parametrize("pos", [5, [0, 6], slice(5, None), edits.all_but(7)])
 def test_positions_of_answers_are_refused(model, pos):
     with pytest.raises(SelectionError):
