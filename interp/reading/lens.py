@@ -42,8 +42,8 @@ class LensReadout(plots.Shown):
     """Predictions from the stream entering each block and, last, from the stream after all blocks.
 
     Probabilities are 0 to 1. All numbers are in float32 when the model is in half precision.
-    Numbers are NaN at padding, and in layers for which a Jacobian lens has no matrix; tokens and
-    ranks have no meaning there.
+    Numbers are NaN at padding, and in layers for which a Jacobian lens has no matrix; `tokens` have
+    no meaning there.
 
     Attributes:
         tokens: the likeliest next tokens, best first.
@@ -64,7 +64,7 @@ class LensReadout(plots.Shown):
     tokens: Int[Tensor, "layer batch pos top"]
     probabilities: Float[Tensor, "layer batch pos top"]
     target_probabilities: Float[Tensor, "layer batch pos"]
-    target_ranks: Int[Tensor, "layer batch pos"]
+    target_ranks: Float[Tensor, "layer batch pos"]
     entropy: Float[Tensor, "layer batch pos"]
     kl: Float[Tensor, "layer batch pos"]
     first: tuple[list[str] | None, list[list[list[str]]]] | None = None
@@ -299,13 +299,15 @@ def _read(
     log_probs = logits.log_softmax(-1)
     index = targets.expand(len(logits), -1)[..., None]
     best = logits.topk(top_k).indices
+    # Compare logits and not `log_probs`, which have one more rounding.
+    target_logits = logits.gather(-1, index)
+    ranks = (logits > target_logits).sum(-1).to(logits.dtype)
+    ranks = ranks.where(~target_logits[..., 0].isnan(), torch.nan)
     return (
         best,
         log_probs.gather(-1, best).exp(),
         log_probs.gather(-1, index)[..., 0].exp(),
-        # Compare logits and not `log_probs`, which have one more rounding. With `not <=`, a target
-        # with a NaN ranks last.
-        (logits <= logits.gather(-1, index)).logical_not().sum(-1),
+        ranks,
         torch.special.entr(log_probs.exp()).sum(-1),
         divergence(log_probs[-1], log_probs),
     )

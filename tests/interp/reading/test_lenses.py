@@ -304,13 +304,26 @@ def test_a_vocabulary_smaller_than_top_k_is_given_whole():
     assert (readout.tokens.sort(-1).values == torch.arange(vocab)).all()
 
 
-def test_nan_ranks_last():
+def test_ranks_of_nan_are_nan():
     model, tokens = small(), torch.tensor(TEXTS[:1])
     torch.nn.init.constant_(next(model.blocks[1].parameters()), torch.nan)
     _, cache = run_with_cache(model, tokens, mode="residual")
     ranks = logit_lens(model, cache, targets=tokens).target_ranks
     assert ranks[:2].max() < 13
-    assert ranks[2:].eq(13).all()
+    assert ranks[2:].isnan().all()
+
+
+def test_ranks_at_padding_are_nan():
+    model = small()
+    tokens = torch.tensor([[3, 1, 4], [0, 5, 9]])
+    mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
+    _, cache = run_with_cache(model, tokens, mode="residual", attention_mask=mask)
+    ranks = logit_lens(model, cache, targets=tokens).target_ranks
+    alone = run_with_cache(model, tokens[1:, 1:], mode="residual")[1]
+    assert ranks[:, 1, 0].isnan().all()
+    assert torch.equal(
+        ranks[:, 1, 1:], logit_lens(model, alone, targets=tokens[1:, 1:]).target_ranks[:, 0]
+    )
 
 
 def test_a_large_vocabulary_never_exists_whole():
