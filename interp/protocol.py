@@ -360,6 +360,11 @@ def runner_of(model: nn.Module) -> HookedRunner:
     """
     require_module(model)
     require_uncompiled(model)
-    if any(module.training for module in model.modules()):
-        raise ModeError("the model must be in evaluation mode: call model.eval() first")
+    for name, module in model.named_modules():
+        if module.training:
+            part = f"module {name}" if name else "the model"
+            raise ModeError(
+                f"the model must be in evaluation mode: call model.eval() first; {part} is in "
+                "training mode"
+            )
     return HookedRunner(model)

@@ -144,8 +144,9 @@ class TopChanges:
 class ModelChange(plots.Shown):
     """Differences between a tuned model and its base on some texts.
 
-    Numbers at padding are NaN. At a position that some texts do not have, the mean of a `Result` is
-    over the other texts. `curves` contains means over the tokens of each text.
+    Positions count the tokens of each text: position 0 is the first token, also if a text is padded
+    on the left. Numbers at padding are NaN. At a position that some texts do not have, the mean of
+    a `Result` is over the other texts. `curves` contains means over the tokens of each text.
 
     `save` writes pages and numbers for other programs. To keep the numbers, save each `Result`,
     such as `change.stream.save("stream")`, and load it with `Result.load`.

@@ -41,8 +41,9 @@ class SteeringCurve(plots.Shown):
     Attributes:
         strengths: the factors of the direction.
         score: the change of the score, [strength, example].
-        kl: the KL divergence of the predictions on other texts, in nats, [strength, example]; None
-            if there are no other texts.
+        kl: the mean KL divergence of the predictions over the tokens of each other text, in nats,
+            [strength, example]; None if there are no other texts. A mean over examples gives short
+            and long texts the same weight.
 
     >>> from interp import log_prob
     >>> from interp.directions import difference_of_means

@@ -79,9 +79,10 @@ class DictionaryScores(plots.Shown):
     """The scores of one or several dictionaries in a model, returned by `evaluate_sae`.
 
     Attributes:
-        losses: the mean loss of each text in nats per token, [run example]. The runs are the
-            unedited model, and the model with the reconstructions, with zeros, and with means over
-            all positions in place of the values.
+        losses: the mean loss of each text in nats per token, [run example]. A mean over examples
+            gives short and long texts the same weight. The runs are the unedited model, and the
+            model with the reconstructions, with zeros, and with means over all positions in place
+            of the values.
         kl: the mean KL(unedited ‖ spliced) of each text, in nats.
         points: the scores of each dictionary, by the point that it writes.
         groups: a number for each text. Copies of a text have the same number, and intervals count

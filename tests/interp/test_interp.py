@@ -46,7 +46,7 @@ def test_patching_accepts_outputs_with_logits_in_float64(model, tokens, corrupte
 
 def test_patching_refuses_dropout(model, tokens):
     model.blocks[1].attn.pattern_dropout.train()
-    with pytest.raises(ModeError, match=r"model.eval\(\)"):
+    with pytest.raises(ModeError, match=r"model.eval\(\).*module blocks.1.attn.pattern_dropout"):
         activation_patching(model, Pairs(tokens, tokens, metric=log_prob(4)))
 
 
