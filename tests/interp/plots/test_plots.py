@@ -330,8 +330,12 @@ def test_objects_with_pictures_save_them(bundled, tmp_path):
     differ = [part["values"].tolist().index(1) for part in pairs.read_by(bundled).view().parts]
     assert differ == [6, 6, 6, 6]
     with pytest.raises(ValueError, match=r"must end in \.html or \.json; got x\.pdf"):
-        sae.save("x.pdf")
-    for shown in (pairs, sae, stored, exact.view(), interp.ov_circuit(bundled), exact):
+        stored.save("x.pdf")
+    # The path of a dictionary without one of these suffixes is a folder.
+    for name in ("x.pdf", "x.pt"):
+        with pytest.raises(ValueError, match=rf"a folder or end in \.html or .*; got .*{name}"):
+            sae.save(tmp_path / "new" / name)
+    for shown in (pairs, stored, exact.view(), interp.ov_circuit(bundled), exact):
         for name in ("x.docx", "x.pt", "x.HTML5"):
             with pytest.raises(ValueError, match=rf"\.html.*; got .*{name}"):
                 shown.save(tmp_path / "new" / name)
