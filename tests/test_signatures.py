@@ -8,8 +8,8 @@ promise that "Stability" gives there. This command writes the file anew:
     python -m tests.test_signatures
 
 1. `lines` writes each public module, then the classes that users receive but do not import
-   (`returned`), the named unions of types, the command line, the form of results in JSON, and the
-   needed versions. The names in files and tables follow (`file_names`).
+   (`returned`), the named unions of types, hook points, words, the command line, the form of
+   results in JSON, and the needed versions. The names in files and tables follow (`file_names`).
 2. `members` writes the constructor of a class, its attributes, methods and operators.
 3. `arguments` writes a signature with the types and the values of all defaults.
 """
@@ -35,13 +35,18 @@ import pytest
 import torch
 from jaxtyping import Int
 
-from hooks import Mode
+import models
+from hooks import HookedRunner, Mode
 from interp import json_form
 from interp.cli import command
+from interp.features.bundled import NAMES
+from interp.features.forms import CROSSCODERS, FORMS
 from interp.plots import Shown
+from models.checkpoints.packaged import PACKAGED
 from models.running.generation import GenerationOptions
 from tests import file_names
 from tests.faces import MODULES, is_ours
+from tests.reference import VARIANTS, variant
 from tests.returned import DETAILS, HELD, public_values, reached, received, returned
 from tests.written import members_of, type_text, value_text
 
@@ -232,6 +237,29 @@ def needed_versions():
             yield from (f"    {name}" for name in names)
 
 
+def hook_points():
+    """Yield the names and the axes of the hook points in plain transformers of all forms."""
+    axes_of = {}
+    for name in VARIANTS:
+        for point in HookedRunner(variant(name)).points.values():
+            axes_of[re.sub(r"\.\d+\.", ".L.", point.name)] = " ".join(point.axes)
+    for name, axes in sorted(axes_of.items()):
+        yield f"  {name} [{axes}]"
+
+
+def words():
+    """Yield the words that users write and whose types are only texts, by their meaning."""
+    words_by_meaning = {
+        "models of load": ["pydoc-4l", *PACKAGED],
+        "configs of build": models.list_configs(),
+        "dictionaries of load_sae and load_transcoders": NAMES,
+        "formats of load_sae and load_transcoders": ["auto", *FORMS],
+        "formats of load_crosscoder": ["auto", *CROSSCODERS],
+    }
+    for meaning, known in words_by_meaning.items():
+        yield f"  {meaning} = {', '.join(sorted(known))}"
+
+
 def lines():
     """Yield the lines of the record."""
     for module in MODULES:
@@ -260,6 +288,10 @@ def lines():
     yield "types"
     for path in NAMED_TYPES:
         yield f"  {path.rpartition('.')[2]} = {type_text(found(path))}"
+    yield "hook points"
+    yield from hook_points()
+    yield "words"
+    yield from words()
     yield "commands"
     yield from options_of_commands()
     yield "JSON form"

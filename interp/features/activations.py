@@ -3,6 +3,8 @@
 They map pre-activations [... feature] to features of the same shape.
 """
 
+from typing import Literal
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -57,10 +59,10 @@ class TopK(nn.Module):
     """
 
     k: int
-    by: str
+    by: Literal["value", "size"]
     relu: bool
 
-    def __init__(self, k: int, by: str = "value", relu: bool = True) -> None:
+    def __init__(self, k: int, by: Literal["value", "size"] = "value", relu: bool = True) -> None:
         super().__init__()
         self.k = k
         self.by = by

@@ -13,14 +13,13 @@ input (Dunefsky et al. 2024). `load_sae` loads both from files.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
 
-from hooks.base import Words, require_integer, require_kind, shown, storage
+from hooks.base import refuse, require_integer, require_kind, shown, storage
 from interp import plots
 from interp.features import saving
 from interp.features.activations import FeatureValues, Gated, JumpReLU, TopK
@@ -30,8 +29,7 @@ from interp.plots import objects
 NormKind = Literal["none", "constant_norm_rescale", "layer_norm"]
 
 
-@dataclass(frozen=True)
-class DictionaryOrigin:
+class DictionaryOrigin(TypedDict, total=False):
     """The place where a dictionary was trained.
 
     Attributes:
@@ -43,11 +41,17 @@ class DictionaryOrigin:
         config: the config in the files of the dictionary. Default: empty.
     """
 
-    reads: str | None = None
-    writes: str | None = None
-    head: int | None = None
-    transcodes: bool | None = None
-    config: Mapping[str, Any] | None = None
+    reads: str | None
+    writes: str | None
+    head: int | None
+    transcodes: bool | None
+    config: Mapping[str, Any] | None
+
+
+class DictionarySettings(DictionaryOrigin, total=False):
+    """The keywords that classes of dictionaries pass on to `Dictionary`; see there."""
+
+    norm: NormKind
 
 
 class Dictionary(plots.Shown, nn.Module):
@@ -113,10 +117,11 @@ class Dictionary(plots.Shown, nn.Module):
         W_skip: Float[Tensor, "d_in d_out"] | None = None,
         subtracts_b_dec: bool = False,
         norm: NormKind = "none",
-        **origin: Any,
+        **origin: Unpack[DictionaryOrigin],
     ) -> None:
         super().__init__()
-        Words(DictionaryOrigin).require(origin, ("W_skip", "subtracts_b_dec", "norm"), "Dictionary")
+        unknown = [name for name in origin if name not in DictionaryOrigin.__annotations__]
+        refuse(unknown, Dictionary.__init__, "Dictionary")
         require_kind(
             "activation",
             activation,
@@ -144,12 +149,11 @@ class Dictionary(plots.Shown, nn.Module):
         self.activation = activation
         self.norm = norm
         self.subtracts_b_dec = subtracts_b_dec
-        trained = DictionaryOrigin(**origin)
-        self.reads = trained.reads
-        self.writes = trained.writes
-        self.head = trained.head
-        self.transcodes = trained.transcodes
-        self.config = dict(trained.config or {})
+        self.reads = origin.get("reads")
+        self.writes = origin.get("writes")
+        self.head = origin.get("head")
+        self.transcodes = origin.get("transcodes")
+        self.config = dict(origin.get("config") or {})
         self.eval()
 
     def view(self) -> plots.View:
@@ -334,7 +338,7 @@ class Dictionary(plots.Shown, nn.Module):
     def _with(self, **changes: Any) -> "Dictionary":
         """Return this dictionary with some weights or settings replaced."""
         weights = ("W_enc", "W_dec", "b_enc", "b_dec", "activation", "W_skip")
-        settings = ("subtracts_b_dec", "norm", *(field.name for field in fields(DictionaryOrigin)))
+        settings = ("subtracts_b_dec", "norm", *DictionaryOrigin.__annotations__)
         same = {name: getattr(self, name) for name in (*weights, *settings)}
         return Dictionary(**same | changes)
 

@@ -1,13 +1,13 @@
 """Dictionaries of matching pursuit: the encoder selects features one after another."""
 
-from typing import Any
+from typing import Unpack
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from interp.features.activations import FeatureValues
-from interp.features.dictionary import Dictionary
+from interp.features.dictionary import Dictionary, DictionarySettings
 from interp.features.saving import SAELensParts
 
 
@@ -44,7 +44,7 @@ class MatchingPursuit(Dictionary):
         threshold: float,
         most: int | None = None,
         stops_when_same: bool = True,
-        **settings: Any,
+        **settings: Unpack[DictionarySettings],
     ) -> None:
         b_enc = W_dec.new_zeros(len(W_dec))
         super().__init__(

@@ -15,7 +15,7 @@ single rows.
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from einops import rearrange
@@ -31,7 +31,7 @@ from hooks.base import (
     to_device,
 )
 from interp.features.activations import FeatureValues
-from interp.features.dictionary import Dictionary
+from interp.features.dictionary import Dictionary, DictionarySettings
 from interp.features.saving import SAELensParts
 
 RowsOfValues = Float[Tensor, "*rows d_in"]
@@ -132,8 +132,8 @@ class TemporalDictionary(Dictionary):
         attention: the layers that predict.
         eps: the number that is added to the length of a predicted vector before the division by
             this length. Default: 1e-6.
-        settings: `subtracts_b_dec`, `norm` and the keywords of `DictionaryOrigin`; see
-            `Dictionary`.
+        subtracts_b_dec, settings: see `Dictionary`. The settings are `norm` and the keywords of
+            `DictionaryOrigin`.
 
     >>> eye, zero = torch.eye(2), torch.zeros(2)
     >>> same = AffineMap(eye, zero)
@@ -163,7 +163,8 @@ class TemporalDictionary(Dictionary):
         activation: nn.Module,
         attention: Sequence[ContextAttention],
         eps: float = 1e-6,
-        **settings: Any,
+        subtracts_b_dec: bool = False,
+        **settings: Unpack[DictionarySettings],
     ) -> None:
         super().__init__(
             W_enc=W_enc,
@@ -171,6 +172,7 @@ class TemporalDictionary(Dictionary):
             b_enc=W_dec.new_zeros(len(W_dec)),
             b_dec=b_dec,
             activation=activation,
+            subtracts_b_dec=subtracts_b_dec,
             **settings,
         )
         self.attention = nn.ModuleList(attention)

@@ -7,7 +7,7 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -28,7 +28,7 @@ from interp.steps.writing import writer
 
 _RULES = {"sentence": sentence_starts, "word": word_starts}
 
-By = str | Sequence[str] | Sequence[range]
+By = Literal["sentence", "word", "turn"] | Sequence[str] | Sequence[range]
 """`sentence`, `word` or `turn`, or the text or the token positions of each step."""
 
 # The largest number of steps that are printed.

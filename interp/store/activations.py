@@ -320,7 +320,12 @@ class Activations(plots.Shown):
             CacheError, UnknownNameError: as in `batches`.
             ValueError: if there is no row.
         """
-        options = {"covariance": covariance, "top": top, "sample": sample, "seed": seed}
+        options: dict[str, Any] = {
+            "covariance": covariance,
+            "top": top,
+            "sample": sample,
+            "seed": seed,
+        }
         wanted = _listed(names, self.names)
 
         def parts() -> Iterator[StatisticsByPoint]:

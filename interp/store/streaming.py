@@ -85,7 +85,7 @@ def statistics(
     >>> by_point["blocks.1.mlp_out"].top_places[0, 0].tolist()  # of the largest value of column 0
     [0, 4]
     """
-    options = {"covariance": covariance, "top": top, "sample": sample, "seed": seed}
+    options: dict[str, Any] = {"covariance": covariance, "top": top, "sample": sample, "seed": seed}
     if reading is not None:
         require_callable("reading", reading, parameters=("model", "cache"), example=_READING)
     runner = runner_of(model)

@@ -285,18 +285,34 @@ class StatisticsByPoint(dict[str, Statistics]):
 
     @classmethod
     def of(
-        cls, rows: Mapping[str, Tensor], text: Tensor, pos: Tensor, **options: Any
+        cls,
+        rows: Mapping[str, Tensor],
+        text: Tensor,
+        pos: Tensor,
+        *,
+        covariance: bool = False,
+        top: int = 10,
+        sample: int = 1024,
+        seed: int = 0,
     ) -> "StatisticsByPoint":
         """Return the statistics of some rows of each point.
 
         Args:
             rows: the rows of each point, by its name.
             text, pos: the number of the text of each row, and the position of the row in the text.
-            options: `covariance`, `top`, `sample` and `seed` of `Statistics.of`.
+            covariance, top, sample, seed: see `Statistics.of`.
         """
         by_point = {}
         for name, values in rows.items():
-            by_point[name] = Statistics.of(values, text, pos, **options)
+            by_point[name] = Statistics.of(
+                values,
+                text,
+                pos,
+                covariance=covariance,
+                top=top,
+                sample=sample,
+                seed=seed,
+            )
         return cls(by_point)
 
     @staticmethod
