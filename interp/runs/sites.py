@@ -25,10 +25,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks import HookedRunner, UnknownNameError
-from hooks.base import layer_of, require_integer, require_kind, shown, unknown_point
+from hooks import ActivationCache, HookedRunner, UnknownNameError
+from hooks.base import layer_of, require_integer, require_kind, shown, to_device, unknown_point
 from hooks.shared import names_by_layer
 from interp.edits import Edit
+from interp.inputs.cached import mask_of
 from interp.protocol import has_text_of_logits, is_of_text, require_points
 from interp.results.result import Result
 from interp.runs.runs import Runs
@@ -318,12 +319,14 @@ class Sites:
         return [(_label(group), {point_axis: slice(group.start, group.stop)}) for group in groups]
 
     def _active_features(self) -> list[int]:
-        """Return the features that are not 0 somewhere in the text or in the cached values."""
+        """Return the features that are not 0 at a real token of one of the two runs."""
         names = [*self.names.values()]
         run = self.runs.capture(self.runs.text, names)
         values = []
         for cache in (run, self.values):
-            values += [cache[name] for name in names if name in cache]
+            for name in names:
+                if name in cache:
+                    values.append(_without_padding(cache, name))
         sizes = {value.shape[-1] for value in values}
         if len(sizes) > 1:
             raise ValueError(
@@ -334,6 +337,20 @@ class Sites:
             raise ValueError(f"no feature of {names[0]} is active in these texts")
         numbers: list[int] = active.any(0).nonzero()[:, 0].tolist()
         return numbers
+
+
+def _without_padding(cache: ActivationCache, name: str) -> Float[Tensor, "..."]:
+    """Return a value with 0 at padding.
+
+    Args:
+        cache: the cache of the value.
+        name: the name of the point.
+    """
+    value = cache[name]
+    mask = mask_of(cache, value.shape[:2]) if cache.axes(name)[:2] == ("batch", "pos") else None
+    if mask is None:
+        return value
+    return value.where(to_device(mask, value.device).view(*mask.shape, *[1] * (value.ndim - 2)), 0)
 
 
 def _usual_axes(sizes: Mapping[str, int], is_in_layer: bool, uses_spans: bool) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from interp import (
     attribution_patching,
     edits,
     integrated_gradients,
+    log_prob,
     run_circuit,
     sweep,
 )
@@ -205,6 +206,25 @@ def test_sweeps_share_forward_passes_and_equal_single_runs(model, pairs, monkeyp
         monkeypatch.setattr(sweeping, "WholeRuns", None)
         assert_close(sweep(model, pairs, jobs).values, alone)
     assert alone.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("analysis", [activation_patching, attribution_patching])
+def test_features_that_are_active_only_at_padding_are_left_out(model, analysis):
+    tokens = torch.tensor([[1, 4, 1, 2], [3, 3, 5, 9]])
+    corrupted = tokens.clone()
+    corrupted[:, 3] = 6
+    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    pairs = Pairs(tokens, corrupted, metric=log_prob(2), attention_mask=mask)
+    with splice(model, {"blocks.1.resid_post": dictionary(activation=TopK(1))}):
+        effects = analysis(model, pairs, site="features")
+        active = set()
+        for texts in (pairs.clean, pairs.corrupted):
+            for row, real in zip(texts, mask.bool(), strict=True):
+                _, cache = HookedRunner(model).run_with_cache(row[real][None], names="*.features")
+                active |= {*cache["features", 1].nonzero()[:, 2].tolist()}
+        everywhere = HookedRunner(model).run_with_cache(tokens, names="*.features")[1]
+        assert {*everywhere["features", 1].nonzero()[:, 2].tolist()} - active
+    assert {*effects.labels["feature"]} == active
 
 
 @pytest.mark.parametrize("analysis", [activation_patching, attribution_patching])
