@@ -192,6 +192,11 @@ _ATTRIBUTES = {
     "Probe.coef_": "probe.direction[name], the direction at a point",
     "Probe.weight": "probe.direction[name], the direction at a point",
     "Probe.intercept_": "probe.direction.offsets[name]",
+    "Dictionary.load": "load_sae(folder)",
+    "Dictionary.load_from_disk": "load_sae(folder)",
+    "Dictionary.from_pretrained": "load_sae(path)",
+    "Dictionary.save_model": "sae.save(folder)",
+    "Dictionary.save_pretrained": "sae.save(folder)",
     "Dictionary.cfg": "the dictionary itself: sae.reads, sae.d_in, sae.n_features, sae.activation",
     "Dictionary.point": "sae.reads, the point that the dictionary reads",
     "Dictionary.run_with_cache": (

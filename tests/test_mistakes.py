@@ -184,6 +184,9 @@ named_in_splice(model, sae, 'blocks.9.resid_post')              | UnknownNameErr
 features.feature_cards(model, sae, [TEXT], [1], k='3')          | ValueError | '3'
 interp.splice(model, sae, error_term=True)                      | TypeError | error_term=
 attribution_graph(model, TEXT, transcoders, targets=3.5)        | TypeError | 3.5
+features.Dictionary.load('folder')                               | AttributeError | load_sae.folder
+features.Dictionary.from_pretrained('release', 'id')             | AttributeError | load_sae.path
+sae.save_model('folder')                                         | AttributeError | sae.save.folder
 features.Dictionary(1, 2, 3, 4, nn.ReLU())                      | TypeError | W_enc
 features.Dictionary(eye, eye, eye[0], eye[0], 'relu')           | TypeError | 'relu'
 models.load(transformers_model)                                 | TypeError | GPT2LMHeadModel.*attach

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
 
-from hooks.base import refuse, require_integer, require_kind, shown, storage
+from hooks.base import HintedClass, refuse, require_integer, require_kind, shown, storage
 from interp import plots
 from interp.features import saving
 from interp.features.activations import FeatureValues, Gated, JumpReLU, TopK
@@ -54,7 +54,7 @@ class DictionarySettings(DictionaryOrigin, total=False):
     norm: NormKind
 
 
-class Dictionary(plots.Shown, nn.Module):
+class Dictionary(plots.Shown, nn.Module, metaclass=HintedClass):
     """A sparse autoencoder or a transcoder with frozen weights.
 
     Args:
