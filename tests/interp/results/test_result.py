@@ -826,6 +826,9 @@ def test_a_plot_has_a_title_a_limit_and_axes_of_the_user(result, select):
         # Two examples have no interval.
         few = Result(torch.tensor([[-1.0, -2.0], [3.0, 4.0]]), ("layer", "example"))
         assert few.plot(limit=5).axes[0].get_ylim() == (-5, 5)
+        # The interval of a positive mean may go below 0.
+        wide = Result(torch.tensor([[-1.0, 1.0, 3.0]]), ("layer", "example"))
+        assert wide.plot(limit=5).axes[0].get_ylim() == (-5, 5)
 
 
 def test_the_scale_of_a_plot_shows_that_effects_go_beyond_its_limit(result):
