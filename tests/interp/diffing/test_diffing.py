@@ -279,7 +279,15 @@ def test_means_are_over_the_texts_that_have_a_position(change):
 
 def test_an_unknown_control_is_an_error(change):
     with pytest.raises(UnknownNameError, match="tuned on the next text"):
-        change.controls["kl"]["shuffled"]
+        change.controls["kl"]["tuned"]
+
+
+def test_the_error_of_a_former_control_has_only_its_new_name(change):
+    new_names = {"other texts": "base on the next text", "shuffled": "tuned on the next text"}
+    for old, new in new_names.items():
+        with pytest.raises(UnknownNameError, match=new) as caught:
+            change.controls["kl"][old]
+        assert not [name for name in {*new_names.values()} - {new} if name in str(caught.value)]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 8])
