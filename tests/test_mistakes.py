@@ -410,6 +410,7 @@ effects.mean(axis='layer')                                      | TypeError | ax
 effects.select(layer=-1)                                        | ValueError | got -1; counted from the end, this is 3
 effects.plot(facets='head')                                     | TypeError | facets=; close matches: facet
 effects.plot(figsize=(4, 3))                                    | TypeError | figsize=; .*set_size_inches
+effects.plot(limit='a')                                         | TypeError | limit must be a positive number; got 'a'
 effects.plot(vmax=2)                                            | TypeError | vmax=; use limit=
 effects.to_csv('x.csv')                                         | AttributeError | result.save..x.csv
 effects.to_latex()                                              | AttributeError | to_dataframe...to_latex

@@ -42,6 +42,7 @@ def effects(
         facet, title, limit, ax: see `Result.plot`, which also lists the errors.
     """
     axes = plotted_axes(result.axes[:-1], facet)
+    require_kind("limit", limit, (int, float, type(None)), "a positive number")
     if limit is not None and not 0 < limit < math.inf:
         raise ValueError(f"limit must be a positive number in the unit of the result; got {limit}")
     if ax is not None:
@@ -74,9 +75,9 @@ def _title(result: Any) -> str:
     """Return a title such as `Share of the logit difference restored, by head`.
 
     Effects that are not shares have a title such as `Effect on the logit difference, by head`. Each
-    axis is named, and `layer` only if there is no other axis. Facts that the sentence does not
-    contain follow in parentheses. The title of effects on a metric without words in `_METRICS`
-    lists the facts only.
+    axis is named, and `layer` and `effect` only if there is no other axis. Facts that the sentence
+    does not contain follow in parentheses. The title of effects on a metric without words in
+    `_METRICS` lists the facts only.
     """
     verb = _VERBS.get(result.about.get("direction", ""))
     metric, _, _ = result.about.get("metric", "").partition("(")
@@ -90,7 +91,8 @@ def _title(result: Any) -> str:
         start = f"{'Estimated effect' if is_estimate else 'Effect'} on the {words}"
     else:
         return headline(result)
-    axes = [axis for axis in result.axes[:-1] if axis != "layer"] or ["layer"]
+    places = result.axes[:-1]
+    axes = [axis for axis in places if axis not in ("layer", "effect")] or places
     names = [{"pos": "position"}.get(axis, axis) for axis in axes]
     if "head" in axes and result.about.get("site") == "z":
         said.add("site")

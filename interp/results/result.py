@@ -743,7 +743,7 @@ class Result(plots.Shown):
             UnknownNameError: if the axis does not exist.
             ValueError: if the result does not have one or two axes besides `example` and the facet,
                 the limit is not a positive number, or both `ax` and a facet are given.
-            TypeError: if `ax` is not the axes of a figure.
+            TypeError: if `ax` is not the axes of a figure, or the limit is not a number.
         """
         from interp.plots.matplotlib_figures import effects
 

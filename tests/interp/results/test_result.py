@@ -791,6 +791,9 @@ def test_the_plot_of_effects_on_the_logit_difference_has_a_sentence_as_its_title
     ):
         assert replace(result, about=about | facts).plot().get_suptitle() == title
     assert result.select(head=1).plot().get_suptitle() == f"{effect}, by layer (head: 1)"
+    of_nodes = replace(result, axes=("effect", "node", "example"), labels={})
+    assert of_nodes.plot().get_suptitle() == f"{effect}, by node"
+    assert of_nodes.select(node=0).plot().get_suptitle() == f"{effect}, by effect (node: 0)"
     own = replace(result, about={"metric": "margin", "site": "z"})
     assert own.plot().get_suptitle() == "mean effects (metric: margin, site: z)"
 
