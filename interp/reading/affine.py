@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import HookedRunner
-from hooks.base import at_least_float32, config_hash, storage, to_device
+from hooks.base import config_hash, storage, to_device
 from hooks.shared import names_by_layer
 from interp.json_form import Table, form
 from interp.protocol import of, require_one_vector, runner_of
@@ -21,18 +21,6 @@ from interp.protocol import of, require_one_vector, runner_of
 L = TypeVar("L", bound="AffineLens")
 # The number of logits that are computed together: 32 MiB in float32.
 _LOGITS_AT_ONCE = 2**23
-
-
-def unembedded(
-    language: Any, resid: Float[Tensor, "stream row d_model"]
-) -> Float[Tensor, "stream row vocab"]:
-    """Return the logits of a stream, in at least float32.
-
-    Args:
-        language: the parts of a model with `unembed`; see `protocol.of`.
-        resid: the stream.
-    """
-    return at_least_float32(language.unembed(resid))
 
 
 def split_rows(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hooks import ActivationCache, CacheError, HookError
 from hooks.base import (
     aligned_rows,
+    at_least_float32,
     progress_of,
     require_integer,
     shows_progress,
@@ -28,7 +29,7 @@ from interp.json_form import Table, form
 from interp.kinds import require_cache
 from interp.numbers.precision import divergence
 from interp.protocol import n_logits, of
-from interp.reading.affine import AffineLens, split_rows, unembedded
+from interp.reading.affine import AffineLens, split_rows
 from interp.results.entries import sizes_in_words
 
 # The largest number of positions in a printed table.
@@ -187,7 +188,8 @@ def logit_lens(
     language = of(model, "unembed", "config")
     require_integer("top_k", top_k)
     vocab = n_logits(model)
-    require_cache(cache, model)
+    require_cache(cache)
+    cache.require_weights_of(model)
     if lens is not None:
         lens.check(model)
     streams = _streams(cache)
@@ -240,7 +242,7 @@ def _distributions(
     parts = split_rows(flat, vocab)
     start = 0
     for rows in progress_of(parts, "positions", len(parts)):
-        logits = unembedded(language, rows)
+        logits = at_least_float32(language.unembed(rows))
         end = start + rows.shape[1]
         target = logits[-1].argmax(-1) if followed is None else followed[start:end]
         part = _read(logits, to_device(target, logits.device), min(top_k, vocab))

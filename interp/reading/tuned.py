@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from hooks import CacheError, HookedRunner
 from hooks.base import (
     Texts,
+    at_least_float32,
     config_hash,
     each_text,
     number_of,
@@ -38,7 +39,7 @@ from interp.inputs.texts import padded
 from interp.json_form import Table
 from interp.numbers.precision import divergence, finite
 from interp.protocol import n_logits, of
-from interp.reading.affine import AffineLens, for_fit, split_rows, unembedded
+from interp.reading.affine import AffineLens, for_fit, split_rows
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -246,10 +247,11 @@ def _backward(
     losses = torch.zeros_like(bias[:, 0])
     for rows in split_rows(streams, vocab):
         x, final = rows[:-1], rows[-1:]
-        expected = without_gradients(unembedded)(language, final)[0].log_softmax(-1)
+        logits = without_gradients(language.unembed)(final)
+        expected = at_least_float32(logits)[0].log_softmax(-1)
         with torch.enable_grad():
             added = x.to(weight.dtype) @ weight.mT + bias[:, None]
-            predicted = unembedded(language, x + added.to(x.dtype)).log_softmax(-1)
+            predicted = at_least_float32(language.unembed(x + added.to(x.dtype))).log_softmax(-1)
             by_layer = divergence(expected, predicted).sum(1) / streams.shape[1]
             by_layer.sum().backward(inputs=[weight, bias])
         losses += to_device(by_layer.detach(), losses.device)
