@@ -215,7 +215,7 @@ class FeatureCards(list[FeatureCard], plots.Shown):
     >>> cards = feature_cards(model, sae, ["def f(x): return x"], [332, 1011], k=3)
     >>> cards.save(folder := tempfile.mkdtemp())
     >>> FeatureCards.load(folder)[0]
-    feature 332: active at 16.67% of positions; raises ',' ']' 'h'
+    feature 332: active at 16.67% of 18 positions; raises ',' ']' 'h'
       3.505  'def f(«x»): retur'
     """
 

@@ -65,9 +65,11 @@ def evaluate_sae(
             points that they read; see `splice`. Default: the point in the config.
         texts: the texts. Padding is ignored. Texts of a single token are left out, because they
             have no loss.
-        pos: the positions of each text that are scored and where values are replaced. All other
-            positions keep the values of the model. `slice(1, None)` leaves out the first token,
-            whose stream is many times longer in most models. Default: all positions.
+        pos: the positions of each text whose values are replaced. The explained variance, L0 and
+            the density are over these positions; the losses and the KL are always means over all
+            positions of a text. All other positions keep the values of the model. `slice(1, None)`
+            leaves out the first token, whose stream is many times longer in most models. Default:
+            all positions.
         batch: the number of texts in a batch. Default: 16.
         progress: whether to show a progress bar after two seconds. Default: True.
 
