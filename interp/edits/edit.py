@@ -221,8 +221,11 @@ class Edit:
 
     def _rows_of_texts(self, activation: Tensor, point: Point) -> Iterator[Tensor]:
         """Yield views of an activation with one row for each text; see `n_texts`."""
+        if self.n_texts is None:
+            yield activation
+            return
         axes = axes_of(point, activation.ndim)
-        if self.n_texts is None or "batch" not in axes:
+        if "batch" not in axes:
             yield activation
             return
         batch = axes.index("batch")
