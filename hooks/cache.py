@@ -171,9 +171,10 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
     def require_weights_of(self, model: nn.Module) -> None:
         """Check that a model has the configuration and the weights of the model that ran.
 
-        The model that ran is accepted without a comparison. For a different model, or for a cache
-        from a file, some numbers of each weight are compared. If the model that ran no longer
-        exists, only the configuration is compared.
+        The model that ran is accepted if PyTorch has counted no write to its weights since the run.
+        (It does not count writes through `weight.data`.) For a different model, or for a cache from
+        a file, some numbers of each weight are compared. If the model that ran no longer exists, or
+        its weights have changed, only the configuration is compared.
 
         Raises:
             CacheError: if the configuration or the weights are known to differ.

@@ -98,6 +98,10 @@ def _matching(
     if part in list(Mode):
         raise UnknownNameError(f"no hook point is named {part!r}; did you mean mode={part!r}?")
     _require_layer(part, points or known)
+    everywhere = f"*.{part}"
+    if _glob(everywhere, points or known):
+        rule = f"no hook point is named {part!r}"
+        raise UnknownNameError(f"{rule}; {everywhere!r} selects this point in every layer")
     error = unknown_point(part, points or known, "hook point")
     plain = unknown_name(part, (), "hook point").args
     is_short = "." not in part.removeprefix("*.")

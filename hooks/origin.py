@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks.base import config_hash, weights_hash
+from hooks.base._torch import written
 from hooks.base.errors import CacheError
 from hooks.base.transfer import private
 
@@ -29,6 +30,7 @@ class Origin:
         is_part: whether texts or positions of the cache were selected. Then `inputs` still contain
             all texts and positions of the run.
         model: the model, as long as it exists.
+        written: the number of writes to each parameter when the run ended; see `_torch.written`.
 
     >>> Origin(("embed",)).known
     ('embed',)
@@ -42,11 +44,22 @@ class Origin:
     is_part: bool = False
     # The reference is weak, because a cache may outlive its model.
     model: weakref.ref[nn.Module] | None = None
+    written: Mapping[int, int] = field(default_factory=dict, repr=False)
 
     def weights_hash(self) -> str:
-        """Return the hash of the model's present weights; empty if the weights are unknown."""
+        """Return the hash of the weights that ran; empty if the weights are unknown."""
         model = None if self.model is None else self.model()
-        return self.hashed if model is None else weights_hash(model)
+        if model is None or self._changed(model):
+            return self.hashed
+        return weights_hash(model)
+
+    def _changed(self, model: nn.Module) -> str:
+        """Return the name of a parameter that was written after the run; empty if there is none."""
+        now = written(model)
+        changed = {key for key, count in now.items() if self.written.get(key, count) != count}
+        if not changed:
+            return ""
+        return next(name for name, weight in model.named_parameters() if id(weight) in changed)
 
     def require(self, model: nn.Module) -> None:
         """Check that a model has the same configuration and weights, as far as they are known.
@@ -55,6 +68,11 @@ class Origin:
             CacheError: if the configuration or the weights differ.
         """
         if self.model is not None and self.model() is model:
+            if name := self._changed(model):
+                raise CacheError(
+                    "the cache must be of the model's present weights; got a cache of a run before "
+                    f"{name} was changed: run the model again"
+                )
             return
         for kind, ours, theirs in (
             ("config", self.config_hash, config_hash(model)),

@@ -37,7 +37,7 @@ from hooks.base import (
     uncompiled,
     without_gradients,
 )
-from hooks.base._torch import state_of
+from hooks.base._torch import state_of, written
 from hooks.base.draws import Draws
 from hooks.base.errors import ModeError, NeverFiredError
 from hooks.base.hints import how_to_mark
@@ -74,6 +74,10 @@ def _table_of(points: Mapping[str, Point], limit: int | None = None) -> str:
 
 
 _UNREAD = "run= returned an iterator, which may run the model only when it is read"
+_REMOVED = (
+    "they were removed from the model after HookedRunner(model), for example by detach; make a new "
+    "HookedRunner(model)"
+)
 
 
 class HookedRunner(HintsAtNames, metaclass=HintedClass):
@@ -530,7 +534,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         output = self._recorded(
             self.model, args, kwargs=kwargs, recorder=recorder, listeners=[recorder.listen]
         )
-        recorder.finish(NEVER_FIRED, output)
+        recorder.finish(self._why_not_reached(recorder), output)
         return output, self._cache(recorder, recorder.values, inputs)
 
     def _run_lazily(self, request: Request, args: Any, kwargs: Any) -> tuple[Any, ActivationCache]:
@@ -562,7 +566,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         )
         for call in calls:
             call.report(recorder)
-        recorder.finish(NEVER_FIRED, output)
+        recorder.finish(self._why_not_reached(recorder), output)
         return output, self._cache(recorder, LazyValues(recorder, calls, edits), inputs)
 
     def _run_joined(
@@ -587,7 +591,8 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         output = self._recorded(
             run, args, kwargs=kwargs, recorder=recorder, listeners=[note_inputs, recorder.listen]
         )
-        recorder.finish(_UNREAD if isinstance(output, Iterator) else NEVER_FIRED, output)
+        is_unread = isinstance(output, Iterator)
+        recorder.finish(_UNREAD if is_unread else self._why_not_reached(recorder), output)
         return output, self._cache(recorder, recorder.values, inputs.joined())
 
     def _recorded(
@@ -622,6 +627,13 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         self._has_warned |= draws.warn(f"the {type(self.model).__name__}")
         return output
 
+    def _why_not_reached(self, recorder: Recorder) -> str:
+        """Return a possible reason why a run did not reach some points, for an error."""
+        missing = [name for name in recorder.points if name not in recorder.fired]
+        modules = {*self._inner.modules()} if missing else set()
+        are_removed = any(self._known[name].module not in modules for name in missing)
+        return _REMOVED if are_removed else NEVER_FIRED
+
     def _memory_of_others(self, options: Options, args: Any, kwargs: Any) -> Collection[int] | None:
         """Return numbers that identify the memory of the arguments and weights (see `memory_in`).
 
@@ -654,6 +666,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
             inputs=inputs,
             skipped=recorder.skipped,
             model=weakref.ref(self._inner),
+            written=written(self._inner),
         )
         grads = recorder.grads if recorder.options.grads else None
         return ActivationCache(values, recorder.axes, origin, grads=grads, masks=recorder.masks())

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
+from hooks import ActivationCache
 from hooks.base import (
     HasLogits,
     Text,
@@ -47,7 +48,7 @@ Writer = Callable[[Any], Any]
 
 _LOGITS_HINT = "model(texts) gives them"
 _MASK = "model.to_tokens(texts) contains the mask"
-_CONVERSION = "measure(metric, logits, model=model) converts them"
+_CONVERSION = "measure(metric, logits, model.to_tokens(texts), model=model) converts them"
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")
 
 
@@ -413,7 +414,10 @@ def _require_no_padding_read(
         return
     real = to_device(attention_mask.bool(), logits.device)[..., None]
     with torch.no_grad():
-        changed = torch.where(real, logits, logits.roll(1, -1))
+        # An entropy or a margin does not change if logits only swap places, so change their scale
+        # too.
+        ramp = torch.linspace(-3, 3, logits.shape[-1], dtype=logits.dtype, device=logits.device)
+        changed = torch.where(real, logits, logits.roll(1, -1) / 2 + ramp)
         others = per_example(metric, changed, len(values))
     if not torch.allclose(others, values.detach(), equal_nan=True):
         raise ValueError(padding_messages.metric_reads_padding(metric))
@@ -436,9 +440,10 @@ def measure(
         metric: a metric of `interp.metrics`, or any function from logits to one number for each
             example.
         logits: the logits of the model for whole texts, or the output of a model of `transformers`.
-        attention_mask: True or 1 at real tokens, [batch, pos]; or a `Text` or the output of a
-            tokenizer of `transformers`, which contain the mask. Default: the mask of the texts of
-            the pairs, if the metric is from pairs (`pairs.metric`); otherwise no padding.
+        attention_mask: True or 1 at real tokens, [batch, pos]; or a `Text`, the cache of the run or
+            the output of a tokenizer of `transformers`, which contain the mask. Default: the mask
+            of the texts of the pairs, if the metric is from pairs (`pairs.metric`); otherwise no
+            padding.
         model: the model whose tokenizer reads the words of the metric, such as `" Mary"`; a model
             of `transformers` must be attached. Default: None, for a metric without words. The
             logits do not tell which word a text ends with, so write the space before a new word.
@@ -486,6 +491,8 @@ def measure(
 
 
 def _mask_in(texts: Any) -> Any:
-    """Return the mask that texts contain. A mask, and anything else, is returned unchanged."""
+    """Return the mask of a cache or of texts. A mask, and anything else, is returned unchanged."""
+    if isinstance(texts, ActivationCache):
+        return texts.real()
     text = as_text(texts) if isinstance(texts, Mapping) else texts
     return text.of_logits.attention_mask if isinstance(text, Text) else texts

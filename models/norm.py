@@ -55,7 +55,7 @@ class LayerNorm(Component):
         self.normalized = HookPoint(f"batch pos {axis}", meaning)
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        """Return the norm of each position's vector."""
+        """Return the vector of each position, normalized."""
         return self.normalized(self.normalize(x))
 
     def _fused(self, x: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class RMSNorm(Component):
         self.normalized = HookPoint("batch pos d_model", meaning)
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        """Return the norm of each position's vector."""
+        """Return the vector of each position, normalized."""
         return self.normalized(self.normalize(x))
 
     def _fused(self, x: Tensor) -> Tensor:

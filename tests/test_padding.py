@@ -576,6 +576,36 @@ def encoder_decoder():
     return model
 
 
+@pytest.mark.parametrize("kind", ["T5ForConditionalGeneration", "BartForConditionalGeneration"])
+def test_a_decoder_that_counts_padding_refuses_padding_on_the_left(kind):
+    """T5 has relative positions, and BART has absolute positions."""
+    from models import attach
+
+    if kind.startswith("T5"):
+        model = encoder_decoder()
+    else:
+        sizes = dict(d_model=24, encoder_layers=2, decoder_layers=2, encoder_attention_heads=3)
+        sizes |= dict(decoder_attention_heads=3, encoder_ffn_dim=17, decoder_ffn_dim=13)
+        model = tiny.model(kind, **sizes).double()
+        attach(model)
+    runner, encoded = HookedRunner(model), torch.tensor([[5, 9, 4], [7, 8, 6]])
+
+    def run(rows, mask):
+        given = dict(decoder_input_ids=torch.tensor(rows))
+        given["decoder_attention_mask"] = torch.tensor(mask)
+        return runner.run_with_hooks(input_ids=encoded, **given).logits
+
+    alone = model(input_ids=encoded[1:], decoder_input_ids=torch.tensor([[2, 6]])).logits[0]
+    right = run([[2, 5, 3, 4], [2, 6, 1, 1]], [[1, 1, 1, 1], [1, 1, 0, 0]])
+    torch.testing.assert_close(right[1, :2], alone)
+    rows, mask = [[2, 5, 3, 4], [1, 1, 2, 6]], [[1, 1, 1, 1], [0, 0, 1, 1]]
+    if kind.startswith("T5"):
+        torch.testing.assert_close(run(rows, mask)[1, 2:], alone)
+    else:
+        with pytest.raises(ValueError, match="the decoder of a BartFor.* counts padding"):
+            run(rows, mask)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_an_edit_writes_nothing_at_padding_of_an_encoder(side):
     model = encoder_decoder()

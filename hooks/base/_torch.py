@@ -297,6 +297,15 @@ def version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def written(module: nn.Module) -> dict[int, int]:
+    """Return the number of in-place writes to each parameter of `module`, by its identity.
+
+    PyTorch does not count writes through `weight.data`.
+    """
+    parameters = [tensor for tensor in state_of(module) if isinstance(tensor, nn.Parameter)]
+    return {id(parameter): version(parameter) for parameter in parameters}
+
+
 def memory_of(tensor: Tensor) -> int:
     """Return a number that is equal for two tensors in the same memory.
 

@@ -7,8 +7,8 @@ callers pass the reason of a message as text, such as the name of the model that
 1. Masks of texts: `mask_shape`, `mask_numbers`, `mask_changed`, `mask_axes`, `second_mask`,
    `mask_unknown`.
 2. Selected tokens: `no_real_token`, `padding_selected`, `before_the_text`.
-3. Texts with padding: `moved_prompts`, `wrong_side`, `unequal_lengths`, `decoder_copies_padding`,
-   `several_texts`, `different_padding`, `no_donor`.
+3. Texts with padding: `moved_prompts`, `different_starts`, `wrong_side`, `unequal_lengths`,
+   `decoder_copies_padding`, `several_texts`, `different_padding`, `no_donor`.
 
 Errors about a mask of queries and keys (`query_key_mask`) are in `models.running.masks`.
 """
@@ -181,6 +181,21 @@ def moved_prompts(what: str, selected: object) -> str:
     return (
         f"{what} must count from the end, as in pos=-1, because a generation pads prompts of "
         f"unequal length on the left; got {selected!r}: or generate one prompt at a time"
+    )
+
+
+def different_starts(point: str, axis: str, starts: Sequence[int]) -> str:
+    """Return the message for a mean over texts that do not begin in the same column.
+
+    Args:
+        point: the point of the mean.
+        axis: the name of the axis of positions.
+        starts: the first columns of the texts.
+    """
+    return (
+        f"a mean at each {axis} of {point} needs texts that begin in the same column; got texts "
+        f"that begin in the columns {', '.join(map(str, starts))}: pad on the right, use "
+        f"across=('batch', '{axis}'), or count from the end with {axis}=-1"
     )
 
 

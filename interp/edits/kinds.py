@@ -23,6 +23,7 @@ from hooks.base import (
 )
 from interp.edits.draws import donors, normal
 from interp.edits.edit import Edit
+from interp.edits.padding import require_same_starts
 from interp.edits.places import Region, SourceValue
 from interp.edits.sources import Axes, Values, ValueSource, source_of
 
@@ -226,6 +227,8 @@ def mean(
         if source.rows == "all" and place.source_columns is not None:
             # The columns were counted from the last real token of each text, so none is padding.
             return place.in_order(value.mean(dims, keepdim=True))
+        if source.rows == "all" and place.positions not in dims:
+            require_same_starts(source, place)
         mask = source.mask(place.point.name)
         if mask is None or (attention_mask is None and place.positions is None):
             return value.mean(dims, keepdim=True)

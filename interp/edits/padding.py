@@ -57,6 +57,34 @@ def require_real_source(source: ValueSource, place: Region, where: Where) -> Non
             _require_same_keys(run_mask, source_mask, place, where, dim)
 
 
+def require_same_starts(source: ValueSource, place: Region) -> None:
+    """Check that all texts begin in the same column, before a mean over texts at each column.
+
+    If texts are padded on the left, one column contains different positions of the texts.
+
+    Args:
+        source: the texts of the mean.
+        place: the part of the activation that changes.
+
+    Raises:
+        EditError: if a text of the source or of the run begins in another column.
+    """
+    if place.positions is None or not source.knows_its_padding or torch.compiler.is_compiling():
+        return
+    axis = place.axes[place.positions]
+    n_rows = place.sizes[place.axes.index("batch")]
+    of_source = source.mask(place.point.name, axis)
+    of_run = piece_read().mask_along(axis, n_rows, place.sizes[place.positions])
+    starts = set()
+    for mask in (of_source, of_run):
+        if mask is None or mask.is_meta or isinstance(mask, FakeTensor):
+            starts.add(0)
+        else:
+            starts.update(mask.int().argmax(1).tolist())
+    if len(starts) > 1:
+        raise EditError(padding_messages.different_starts(str(place.point), axis, sorted(starts)))
+
+
 def _mask_of_source(
     source: ValueSource, place: Region, axis: str, n_rows: int, size: int
 ) -> Bool[Tensor, "_rows column"] | None:

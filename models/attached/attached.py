@@ -306,6 +306,9 @@ class Attached(ReadsText):
         """
         args, kwargs = self.prepare_inputs(*args, **kwargs)
         named = self._named(args, kwargs)
+        of_decoder = named.get("decoder_attention_mask")
+        if isinstance(of_decoder, Tensor) and of_decoder.ndim == 2:
+            self._positions.require_decoder(of_decoder)
         new = next(tensors_in([named.get(name) for name in (self._reads, "inputs_embeds")]), None)
         mask = named.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.ndim != 2 or new is None:

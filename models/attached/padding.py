@@ -229,6 +229,39 @@ class PaddedPositions:
             raise ValueError(padding_messages.wrong_side("left", because))
         return {}
 
+    def require_decoder(self, mask: Shaped[Tensor, "batch pos"]) -> None:
+        """Require texts of a decoder that its padding does not change.
+
+        Args:
+            mask: the mask of the decoder's texts, True at real tokens.
+
+        Raises:
+            ValueError: if padding comes before a token, and the decoder counts padding.
+        """
+        if _alone.get() or mask.is_meta or isinstance(mask, FakeTensor):
+            return
+        has_left, _ = sides_of_padding(mask)
+        if has_left and self._decoder_counts_padding:
+            because = f"the decoder of a {type(self._attached.model).__name__} counts padding"
+            raise ValueError(padding_messages.wrong_side("left", because))
+
+    @cached_property
+    @without_gradients
+    def _decoder_counts_padding(self) -> bool:
+        """True if a column of padding before a text of the decoder changes its logits."""
+        attached = self._attached
+        if has_shards(attached.model):
+            # Other processes may not take part in this run, and it would wait for them.
+            return False
+        tokens = tokens_for(attached.model)[:1]
+        text = tokens[:, :3]
+        padded = torch.cat([text.new_full((1, 1), attached.pad_token), text], 1)
+        mask = torch.ones_like(padded)
+        mask[:, 0] = 0
+        alone = self._logits_alone(tokens, decoder_input_ids=text)
+        beside = self._logits_alone(tokens, decoder_input_ids=padded, decoder_attention_mask=mask)
+        return not agree(beside[:, 1:], alone, logits_rounding(alone.dtype))
+
     def _require_unread(self, side: padding_messages.Side, copies_text: bool) -> None:
         """Require that padding on a side does not change the output of a text.
 

@@ -363,9 +363,13 @@ def test_a_cache_refuses_a_model_of_other_weights(tmp_path):
             one.require_weights_of(nn.Sequential(nn.Linear(7, 5)))
     with pytest.raises(CacheError, match="weights"):
         ActivationCache.load(tmp_path / "a", linear(1.0))
-    # The weights of the model of the cache itself may change. Only other models are compared.
     model[0].weight.zero_()
-    cache.require_weights_of(model)
+    with pytest.raises(CacheError, match="a run before 0.weight was changed: run the model again"):
+        cache.require_weights_of(model)
+    # A file that is written now does not claim the changed weights for the old values.
+    cache.save(tmp_path / "b")
+    ActivationCache.load(tmp_path / "b").require_weights_of(linear())
+    HookedRunner(model).run_with_cache(torch.ones(2, 5))[1].require_weights_of(model)
     del model, same
     # The model of the cache does not exist any more, so its weights cannot be compared.
     cache.require_weights_of(linear(1.0))

@@ -81,11 +81,21 @@ def test_selectors(runner, tokens, selector, expected):
     assert list(cache) == expected
 
 
+@pytest.mark.parametrize("name", ["z", "mlp.post", "resid_pre"])
+def test_the_last_part_of_names_is_not_a_name(runner, tokens, name):
+    message = rf"named '{name}'; '\*\.{name}' selects this point in every layer"
+    for run in (runner.run_with_cache, runner.capture, runner.plan):
+        with pytest.raises(errors.UnknownNameError, match=message):
+            run(tokens, names=name)
+    with pytest.raises(errors.UnknownNameError, match=message):
+        runner.run_with_hooks(tokens, hooks={name: lambda value, point: value})
+    assert runner.capture(tokens, names=f"*.{name}")
+
+
 @pytest.mark.parametrize(
     ("selector", "close"),
     [
         ("blocks.1.atn.z", "blocks.1.attn.z"),
-        ("pattern", "blocks.0.attn.pattern"),
         ("full", None),
         (lambda point: False, None),
         ([], None),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from hooks import HookedRunner
 from hooks.base import Text, columns_of_last
 from interp import (
     Pairs,
@@ -351,6 +352,35 @@ def test_a_function_that_reads_logits_at_padding_is_refused():
     told.last = 1
     values = measure(told, logits, mask)
     torch.testing.assert_close(values, torch.stack([logits[0, 2, 2], logits[1, 1, 2]]))
+
+
+def entropy(logits):
+    log_probs = logits[:, -1].log_softmax(-1)
+    return -(log_probs.exp() * log_probs).sum(-1)
+
+
+def margin(logits):
+    first, second = logits[:, -1].topk(2).values.unbind(1)
+    return first - second
+
+
+@pytest.mark.parametrize(
+    "metric", [entropy, margin, lambda x: x[:, -1].norm(dim=-1), lambda x: x.amax(-1).mean(1)]
+)
+def test_a_function_that_does_not_depend_on_the_order_of_tokens_is_refused_too(metric):
+    logits, mask = torch.randn(2, 3, 5), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    with pytest.raises(ValueError, match="must not read the logits at padding"):
+        measure(metric, logits, mask)
+
+
+def test_a_cache_contains_the_mask_of_its_run():
+    model = pydoc()
+    texts = ["def __ini", "import"]
+    logits, cache = HookedRunner(model).run_with_cache(texts, names="embed")
+    alone = torch.cat([measure(log_prob(3), model(text)) for text in texts])
+    torch.testing.assert_close(measure(log_prob(3), logits, cache), alone, rtol=0, atol=1e-4)
+    _, cache = HookedRunner(model).run_with_cache(texts[:1], names="embed")
+    assert measure(log_prob(3), logits[:1], cache).shape == (1,)
 
 
 @pytest.mark.parametrize(

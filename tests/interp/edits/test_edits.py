@@ -261,6 +261,39 @@ def test_a_mean_leaves_padding_out(wide, texts):
                 np.testing.assert_allclose(edited.numpy(), changed, atol=1e-13)
 
 
+LEFT = torch.tensor([[1] * 7, [0] * 2 + [1] * 5, [0] * 4 + [1] * 3, [1] * 7, [0] + [1] * 6])
+RIGHT_PADDED = LEFT.flip(1)
+
+
+@pytest.mark.parametrize(
+    ("of_reference", "of_run"), [(LEFT, LEFT), (RIGHT_PADDED, LEFT), (LEFT, RIGHT_PADDED)]
+)
+@pytest.mark.parametrize("point", ["blocks.1.mlp_out", "blocks.1.attn.pattern"])
+def test_a_mean_at_each_column_needs_texts_that_begin_together(
+    wide, texts, point, of_reference, of_run
+):
+    _, reference = wide.run_with_cache(texts[1], attention_mask=of_reference)
+    with pytest.raises(EditError, match="begin in the columns 0, 1, 2, 4: pad on the right"):
+        wide.run_with_hooks(texts[0], attention_mask=of_run, hooks={point: edits.mean(reference)})
+
+
+@pytest.mark.parametrize("options", [dict(across=("batch", "pos")), dict(pos=-1)])
+def test_other_means_do_not_depend_on_the_side_of_padding(wide, texts, options):
+    """Three texts of 7, 5 and 3 tokens, padded on both sides."""
+    tokens = texts[1][:3]
+    results = []
+    for mask in (LEFT[:3], RIGHT_PADDED[:3]):
+        padded = torch.zeros_like(tokens)
+        for row, real in enumerate(mask.bool()):
+            padded[row, real] = tokens[row, : int(real.sum())]
+        _, reference = wide.run_with_cache(padded, attention_mask=mask)
+        hooks = {"blocks.1.mlp_out": edits.mean(reference, **options)}
+        logits = wide.run_with_hooks(padded, attention_mask=mask, hooks=hooks)
+        results.append([logits[row, real] for row, real in enumerate(mask.bool())])
+    for left, right in zip(*results, strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-5)
+
+
 def test_a_mean_is_over_its_axes_and_computed_at_each_use():
     point, x = Point("embed", ("batch", "pos", "d_model")), torch.zeros(2, 5, 3)
     reference = torch.ones(7, 5, 3, requires_grad=True)
@@ -763,7 +796,7 @@ ONES = torch.ones(BATCH, POS, 10).double()
         (lambda s: edits.mean(s, attention_mask=torch.ones(BATCH, 6)), "embed", "7 along pos.*6"),
         (lambda s: edits.mean(s, attention_mask=torch.ones(1, POS)), "embed", "5, 7.*1, 7"),
         (
-            lambda s: edits.mean(s, attention_mask=torch.eye(BATCH, POS)),
+            lambda s: edits.mean(s, attention_mask=torch.ones(BATCH, POS).tril(1)),
             "embed",
             "the mean at embed",
         ),

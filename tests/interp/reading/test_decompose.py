@@ -432,18 +432,23 @@ def test_a_cache_of_another_run_is_refused(model, tokens, unchecked):
         with pytest.raises(CacheError, match="add up"):
             reading(model, cache)
     _, cache = run_with_cache(model, tokens)
-    with torch.no_grad():
-        model.blocks[0].attn.W_O[1] *= 1.5
+    # PyTorch does not count this write.
+    model.blocks[0].attn.output.weight.data[1] *= 1.5
     for reading in (decompose, lambda *given: direct_logit_attribution(*given, right=3)):
         with pytest.raises(CacheError, match="add up"):
             reading(model, cache)
-    with torch.no_grad():
-        model.blocks[0].attn.W_O[1] /= 1.5
-    torch.manual_seed(5)
-    other = type(model)(model.config).eval()
     lens = partial(logit_lens, targets=tokens)
     targeted = partial(direct_logit_attribution, right=3), partial(accumulated_logits, right=3)
-    for reading in (decompose, *targeted, head_scores, lens, svd_targets):
+    readings = (decompose, *targeted, head_scores, lens, svd_targets)
+    with torch.no_grad():
+        model.blocks[0].attn.output.weight[1] *= 1.5
+    for reading in readings:
+        with pytest.raises(CacheError, match="before blocks.0.attn.output.weight was changed"):
+            reading(model, cache)
+    _, cache = run_with_cache(model, tokens)
+    torch.manual_seed(5)
+    other = type(model)(model.config).eval()
+    for reading in readings:
         reading(model, cache)
         for one, said in ((other, "weights hash"), (variant("gated"), "config hash")):
             with pytest.raises(CacheError, match=said):

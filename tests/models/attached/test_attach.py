@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from hooks import HookedRunner, HookError, UnknownNameError
+from hooks import HookedRunner, HookError, NeverFiredError, UnknownNameError
 from hooks.session import is_listened_to
 from interp import edits, log_prob, sweep
 from interp.protocol import of
-from models import attach
+from models import attach, detach
 from models.attached.context import keeps_only_keys
 from models.text.tokenizer import CharTokenizer
 from tests import tiny
@@ -534,3 +534,16 @@ def test_attention_that_adds_nothing_does_not_get_another_value():
     for layer in range(3):
         name = f"blocks.{layer}.attn_out"
         assert name not in cache or not cache[name].any()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_runner_whose_points_were_removed_says_so(again):
+    model = tiny.model("GPT2LMHeadModel")
+    attach(model)
+    runner = HookedRunner(model)
+    detach(model)
+    if again:
+        attach(model)
+    for run in (runner.run_with_cache, lambda tokens: runner.capture(tokens, names="*.z")):
+        with pytest.raises(NeverFiredError, match=r"by detach; make a new HookedRunner\(model\)"):
+            run(torch.tensor([[3, 1]]))
