@@ -128,6 +128,9 @@ class TokenMetric:
         masks: a function that returns the masks of the texts that the metric belongs to, if some
             texts are padded. A call with the logits of whole texts and without a mask uses them.
             None if the metric is not from pairs.
+        n_texts: the number of texts, if their answers are several tokens. The metric returns a
+            number for each answer, in the order of `Pairs.rows`, and `measure` adds up the numbers
+            of a text. Otherwise None.
     """
 
     call: str
@@ -140,6 +143,7 @@ class TokenMetric:
     write: Writer | None = None
     made_by: MetricCall | None = None
     masks: Callable[[], Sequence[Tensor]] | None = None
+    n_texts: int | None = None
 
     def rows(self, numbers: Int[Tensor, " row"]) -> "TokenMetric":
         """Return the metric of some examples."""
@@ -426,8 +430,8 @@ def _require_no_padding_read(
 @explains_calls
 def measure(
     metric: Metric,
-    logits: Float[Tensor, "batch pos vocab"] | HasLogits,
-    attention_mask: Shaped[Tensor, "batch _column"] | Text | Mapping[str, Any] | None = None,
+    logits: Float[Tensor, "_row pos vocab"] | HasLogits,
+    attention_mask: Shaped[Tensor, "_row _column"] | Text | Mapping[str, Any] | None = None,
     *,
     model: nn.Module | None = None,
 ) -> Float[Tensor, " batch"]:
@@ -487,7 +491,10 @@ def measure(
     # Read the mask once: each look at a mask on a device waits for the device.
     mask = mask_of_logits(metric, whole, None if padding is None else padding.cpu())
     logits_read = last_real(whole, last_of(metric, mask), mask)
-    return metric_of_examples(metric, logits_read, len(whole), mask)
+    values = metric_of_examples(metric, logits_read, len(whole), mask)
+    if isinstance(metric, TokenMetric) and metric.n_texts is not None:
+        return values.unflatten(0, (-1, metric.n_texts)).sum(0)
+    return values
 
 
 def _mask_in(texts: Any) -> Any:

@@ -35,6 +35,7 @@ from interp.directions.steering import steering_curve
 from interp.inputs.texts import text_for
 from interp.kinds import require_made
 from interp.measuring import name_of, unit_of
+from interp.metrics import log_prob
 from interp.runs.runs import Runs
 from interp.runs.sweep import effects_of_edits
 
@@ -166,7 +167,8 @@ class DirectionContent(Content):
             own,
             trial.fresh.text,
             [1.0],
-            lambda logits: logits[:, -1, 0],
+            # The score is not used.
+            log_prob(0),
             others=text,
             max_bytes=trial.max_bytes,
         )

@@ -392,7 +392,9 @@ class Pairs(plots.Shown, metaclass=HintedClass):
         if metric is None:
             self._require_read()
             if self.continuations is not None:
-                return self.rows().metric
+                metric_of_rows = self.rows().metric
+                assert isinstance(metric_of_rows, TokenMetric)
+                return replace(metric_of_rows, n_texts=len(self))
             if self.answers is None:
                 raise ValueError("pairs must have answers or a metric; got None for both")
             pos = self._listed_pos()

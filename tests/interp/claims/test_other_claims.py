@@ -10,6 +10,7 @@ from interp import Claim, Pairs, edits, splice
 from interp.alignment import align
 from interp.directions import Direction
 from interp.features import Dictionary
+from models import load
 from tests.interp.claims.known import (
     comparison_pairs,
     deciding,
@@ -146,6 +147,34 @@ def direction_claim(coordinate, length=3.0, **numbers):
     direction = Direction({"blocks.0.resid_mid": vector})
     numbers = {"moves": 2.5, "cost": 2.0, **numbers}
     return Claim.direction(model, prompts, direction, "v", test=test, **texts, **numbers)
+
+
+@torch.no_grad()
+def test_a_direction_is_tested_on_texts_of_unequal_length():
+    model = load("pydoc-4l")
+    draw = torch.Generator().manual_seed(3)
+    vector = 20 * torch.nn.functional.normalize(torch.randn(128, generator=draw), dim=0)
+    point, others = "blocks.2.resid_post", ["class A:", "raise ValueError("]
+    claim = Claim.direction(
+        model,
+        Pairs(["import o", "def f(", "class C ", "x = "], answers=("8", " ")),
+        Direction({point: vector}),
+        "v",
+        yes=["part KV8", "part QX3", "a part BT5-"],
+        no=["def f(", "return x", "import os"],
+        others=others,
+        moves=1.0,
+        cost=5.0,
+        test=Pairs(["import sys", "class B", "for n i"], answers=("8", " ")),
+    )
+    measured = claim.verify(seeds=1)["cost on other texts"].measured
+    costs = []
+    for text in others:
+        before = HookedRunner(model).run_with_hooks(text)[0].log_softmax(-1)
+        hooks = {point: lambda value, _: value + vector}
+        after = HookedRunner(model).run_with_hooks(text, hooks=hooks)[0].log_softmax(-1)
+        costs.append((before.exp() * (before - after)).sum(-1).mean())
+    assert measured == pytest.approx(float(torch.stack(costs).mean()), rel=1e-4)
 
 
 def test_the_numbers_of_a_direction_are_those_of_separate_runs():

@@ -22,6 +22,7 @@ from interp import (
     integrated_gradients,
     log_prob,
     logit_diff,
+    measure,
     node_effects,
     path_patching,
     sweep,
@@ -404,6 +405,15 @@ def test_noise_is_the_same_for_both_answers(model, site):
 def test_positions_of_answers_are_refused(model, pos):
     with pytest.raises(SelectionError):
         sweep(model, pairs_of("right"), [{"blocks.1.mlp_out": edits.zero(pos=pos)}])
+
+
+@pytest.mark.parametrize("two", [True, False])
+def test_measure_adds_up_the_answers_of_a_text(model, two):
+    pairs = pairs_of("left", two).read_by(model)
+    rows = pairs.rows().text
+    logits = model(rows.tokens, attention_mask=rows.attention_mask).detach()
+    close(measure(pairs.metric, logits), by_hand(model, CLEAN, two))
+    close(measure(pairs.metric, logits, rows), by_hand(model, CLEAN, two))
 
 
 def separate(row, answer):
