@@ -56,9 +56,10 @@ def harvest(
     """Write the values of points at every token of many texts to disk, and return the store.
 
     The same call can be repeated at any time, for example after a full disk. A repeated call writes
-    only the files that are missing or damaged. With more texts, the store grows; with fewer texts,
-    an error is raised. If a value was not finite in the dtype of the store, the same call with
-    another dtype removes the old files and begins again.
+    only the files that are missing or damaged. With more texts, the store grows if its last file is
+    full: if the number of its texts is a multiple of `per_file`. With fewer texts than a complete
+    store has, an error is raised. If a value was not finite in the dtype of the store, the same
+    call with another dtype removes the old files and begins again.
 
     The values do not depend on the number of jobs. On processors of one kind with the same number
     of threads, they are equal bit for bit.
@@ -285,8 +286,8 @@ def _require_facts(
         raise ValueError(f"a folder must contain files of one store; {path} {FOREIGN}")
     if {key: facts_of_file[key] for key in facts} != facts:
         raise ValueError(
-            f"a store must continue with the same texts; file {number} has other texts (choose "
-            "another folder, or delete this one)"
+            f"a store must continue with the same texts; file {number} has other texts, or is a last "
+            "file that is not full (choose another folder, or delete this one)"
         )
 
 
