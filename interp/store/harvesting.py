@@ -286,8 +286,8 @@ def _require_facts(
         raise ValueError(f"a folder must contain files of one store; {path} {FOREIGN}")
     if {key: facts_of_file[key] for key in facts} != facts:
         raise ValueError(
-            f"a store must continue with the same texts; file {number} has other texts, or is a last "
-            "file that is not full (choose another folder, or delete this one)"
+            f"a store must continue with the same texts; file {number} has other texts, or is a "
+            "last file that is not full (choose another folder, or delete this one)"
         )
 
 
