@@ -58,7 +58,7 @@ from models.block import Branch
 from models.linear import Linear
 from models.mode import mode
 from models.norm import LayerNorm, RMSNorm
-from models.text.tokenizer import Tokenizer
+from models.text.texts import ReadsText
 from models.weights import AttentionWeights
 
 STREAM = "batch pos d_model"
@@ -76,8 +76,9 @@ class ViewContext(NamedTuple):
     calls: dict[nn.Module, tuple[Any, Any]]
 
 
-class PlainView(nn.Module):
-    """An attached model as a plain transformer: a sum of branches with weights.
+class PlainView(ReadsText, nn.Module):
+    """An attached model as a plain transformer: a sum of branches with weights. It reads strings
+    with the tokenizer of the attached model.
 
     See the docstring of the file.
 
@@ -100,7 +101,6 @@ class PlainView(nn.Module):
 
     _language: Any
     config: AttachedSizes
-    tokenizer: Tokenizer | None
     blocks: nn.ModuleList
     is_scaled: bool
     entering: float
@@ -144,6 +144,22 @@ class PlainView(nn.Module):
             ours = self(tokens)
         if not agree(ours, logits, code_rounding(logits.dtype)):
             raise _not_found(None, "blocks that are sums of their parts")
+
+    @property
+    def pad_token(self) -> int:
+        """The token that is used as padding."""
+        padding: int = self._language.pad_token
+        return padding
+
+    @property
+    def is_causal(self) -> bool:
+        """True if the logits at a position do not depend on later tokens."""
+        causal: bool = self._language.is_causal
+        return causal
+
+    def _text_device(self) -> torch.device | None:
+        device: torch.device | None = self._language._text_device()
+        return device
 
     def forward(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> Tensor:
         """Return the model's logits, computed from its parts."""

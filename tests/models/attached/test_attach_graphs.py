@@ -21,6 +21,7 @@ from interp import (
 from models import attach, from_hf
 from models.attached.view import PlainView
 from models.checkpoints.huggingface.families import FAMILIES
+from models.text.tokenizer import CharTokenizer
 from tests.attachable import HEADS, KV_HEADS, agree, made
 from tests.decoders import FOREIGN, KINDS, KNOWN
 from tests.models.attached.graphs import CLEAN, OTHER, PAIRS, metric
@@ -163,6 +164,27 @@ def test_padding_changes_nothing(kind, monkeypatch):
             edge_attribution(model, PAIRS).values,
             tolerance=1e-4,
         )
+
+
+@pytest.mark.parametrize("kind", ["olmoe", "phi"])
+def test_graphs_read_strings_with_the_tokenizer_of_the_attached_model(kind):
+    model = made(kind)
+    tokenizer = CharTokenizer("abcdefgh")
+    texts = "abcab", "abfab"
+    tokens = [torch.tensor([tokenizer.encode(text)]) for text in texts]
+    with attach(model, tokenizer=tokenizer):
+        assert isinstance(graph.Graph(model).model, PlainView)
+        from_tokens = Pairs(*tokens, answers=torch.tensor([[3, 6]]))
+        from_strings = Pairs(*texts, answers=("d", "g"))
+        for analysis in (
+            edge_attribution,
+            lambda *given: edge_patching(*given, ["m0->logits"]),
+            lambda *given: path_patching(*given, receivers="m1"),
+        ):
+            found, expected = (
+                analysis(model, pairs).values for pairs in (from_strings, from_tokens)
+            )
+            assert torch.equal(found, expected)
 
 
 def test_components_add_up_to_the_stream():
