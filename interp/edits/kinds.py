@@ -293,7 +293,8 @@ def resample(
         # `HookedRunner.plan` runs the model on tensors without numbers, which cannot be compared.
         if region.is_meta or isinstance(region, FakeTensor):
             return region
-        texts = values.copies(value, place.axes, place.point.name)
+        column = 0 if place.positions is None else place.firsts[place.positions]
+        texts = values.copies(value, place.axes, place.point.name, column)
         first = place.firsts[batch]
         rows = donors(padding or [[]] * n_rows, seed, texts)[first : first + place.lengths[batch]]
         return value.index_select(batch, to_device(torch.tensor(rows), value.device))

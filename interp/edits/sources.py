@@ -117,7 +117,9 @@ class ValueSource:
         text = text_of(self.values)
         return None if text is None else digests(text)
 
-    def copies(self, value: Shaped[Tensor, "..."], axes: Axes, name: str) -> list[int] | None:
+    def copies(
+        self, value: Shaped[Tensor, "..."], axes: Axes, name: str, first: int = 0
+    ) -> list[int] | None:
         """Return the number of each row's text, if some rows are copies of one text.
 
         A cache does not contain all inputs of its run, such as images. So rows are copies only if
@@ -127,6 +129,7 @@ class ValueSource:
             value: the value of the source.
             axes: the axes of the value.
             name: the name of the point.
+            first: the first column of the value. Default: 0.
 
         Returns:
             The numbers; None if there are no copies, or if the texts are unknown.
@@ -143,14 +146,15 @@ class ValueSource:
         if positions is not None and mask is not None:
             # The rows no longer have the axis of the batch.
             dim = positions - (positions > batch)
+            mask_of_columns = mask[:, first : first + value.shape[positions]]
             rows = [
                 row.index_select(dim, to_device(is_real.nonzero()[:, 0], row.device))
-                for row, is_real in zip(rows, mask.expand(len(rows), -1), strict=True)
+                for row, is_real in zip(rows, mask_of_columns.expand(len(rows), -1), strict=True)
             ]
 
-        def are_equal(first: int, second: int) -> bool:
-            have_same_shape = rows[first].shape == rows[second].shape
-            return have_same_shape and bool(is_rounding(rows[first], rows[second]).all())
+        def are_equal(one: int, other: int) -> bool:
+            have_same_shape = rows[one].shape == rows[other].shape
+            return have_same_shape and bool(is_rounding(rows[one], rows[other]).all())
 
         return numbered(self._digests, are_equal)
 

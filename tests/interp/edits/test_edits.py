@@ -375,9 +375,11 @@ def test_a_donor_is_another_row_the_same_at_every_point(n):
     assert len({tuple(donors_of(torch.zeros(8, 1), seed)) for seed in range(20)}) > 15
 
 
+@pytest.mark.parametrize("pos", [None, -1, slice(-2, None)])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_copy_of_a_text_is_not_a_donor(wide, side):
+def test_a_copy_of_a_text_is_not_a_donor(wide, side, pos):
     """Texts 0, 2, 3 and 5 are copies. The tokens at padding do not matter."""
+    where = {} if pos is None else {"pos": pos}
     texts = [[3, 1, 4], [1, 5, 9], [3, 1, 4], [3, 1, 4], [2, 6, 5], [3, 1, 4]]
     fill = torch.arange(6)[:, None]  # another token at the padding of each text
     tokens, columns = torch.tensor(texts), torch.ones(6, 4).bool()
@@ -387,11 +389,14 @@ def test_a_copy_of_a_text_is_not_a_donor(wide, side):
     name, real = "blocks.1.resid_post", slice(1, None) if side == "left" else slice(3)
     drawn = set()
     for seed in range(9):
-        with wide.hooks({name: edits.resample(cache, seed)}):
+        with wide.hooks({name: edits.resample(cache, seed, **where)}):
             edited = wide.capture(tokens, names=name, attention_mask=columns)[name][:, real]
+        changed = pos if isinstance(pos, slice) else slice(pos, None)
         for row, value in enumerate(edited):
             (donor,) = {
-                tuple(texts[n]) for n in range(6) if torch.equal(value, cache[name][n, real])
+                tuple(texts[n])
+                for n in range(6)
+                if torch.equal(value[changed], cache[name][n, real][changed])
             }
             assert donor != tuple(texts[row])
             drawn.add((row, donor))
