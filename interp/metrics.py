@@ -125,7 +125,7 @@ def accuracy(token: Tokens, pos: Tokens = -1) -> Metric:
     def score(logits: Tensor, token: Tensor) -> Tensor:
         return _unless_nan(logits.argmax(-1) == token[:, 0], logits)
 
-    return _of_tokens(_Score(accuracy, "", score), {"token": token}, pos)
+    return _of_tokens(_Score(accuracy, "accuracy", score), {"token": token}, pos)
 
 
 @explains_calls

@@ -38,6 +38,7 @@ from hooks.shared import Session
 from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
 from interp.graph.nodes import Layer, Sublayer
+from interp.inputs.cached import mask_of
 from interp.measuring import metric_of_examples
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.runs.rows import Batch
@@ -107,8 +108,8 @@ def run_circuit(
 
     Raises:
         ValueError: if circuit, mask or source do not fit the model or the texts, if the source is a
-            tensor with one row for all examples and a text has padding on the left, or if
-            `max_bytes` is too small for one example.
+            cache of texts with other padding, or a tensor with one row for all examples and a text
+            has padding on the left, or if `max_bytes` is too small for one example.
         UnknownNameError: if the circuit has a node that the model lacks.
         HookError: if hooks are active on the model, because this function computes values several
             times.
@@ -204,10 +205,35 @@ class MaskedRuns:
                 "source must be the outputs of all graph.writers, [writer, batch, pos, d_model], "
                 f"{shape}; got {[*outputs.shape]}"
             )
+        if isinstance(source, ActivationCache):
+            self._require_same_padding(mask_of(source, outputs.shape[1:3]), len(outputs[0]))
         if len(outputs[0]) < size and sides_of_padding(self._text.real)[0]:
             because = "one source for all examples needs all first tokens in one column"
             raise ValueError(padding_messages.wrong_side("left", because))
         return outputs
+
+    def _require_same_padding(self, mask: Tensor | None, n_rows: int) -> None:
+        """Check that a source has a value of a real token at each real token of the texts.
+
+        Args:
+            mask: the mask of the source's texts; None without padding.
+            n_rows: the number of the source's texts.
+
+        Raises:
+            ValueError: if a text of the source is shorter, or begins in another column.
+        """
+        real = self._text.real.cpu()
+        of_source = real.new_ones(n_rows, real.shape[1]) if mask is None else mask.bool().cpu()
+        of_source = of_source.expand_as(real)
+        starts_differ = real.int().argmax(1) != of_source.int().argmax(1)
+        is_wrong = starts_differ | (real & ~of_source).any(1)
+        if is_wrong.any():
+            row = int(is_wrong.nonzero()[0])
+            raise ValueError(
+                padding_messages.different_padding(
+                    "the source and the texts", given=f"different padding in text {row}"
+                )
+            )
 
     def _require_named_source(self, source: str) -> None:
         """Check that a source is `pair` or `zero`. For `pair`, also check the corrupted texts.

@@ -17,6 +17,7 @@ from torch import nn
 from hooks import EditError, HookedRunner, HookError
 from interp import (
     Pairs,
+    accuracy,
     activation_patching,
     attribution_patching,
     edge_attribution,
@@ -38,6 +39,7 @@ from interp.features import Dictionary, TopK, splice
 from interp.graph import Graph, circuits
 from interp.many.fingerprints import fingerprint
 from interp.store import Ray, statistics
+from models import load
 from tests.interp.many.analyses import (
     CLEAN,
     CORRUPTED,
@@ -642,3 +644,13 @@ def test_a_ray_cluster_gives_the_result_of_one_process(model, tmp_path, monkeypa
 def test_metrics_of_answers_can_be_sent_to_other_processes():
     part = PAIRS[:2]
     assert repr(pickle.loads(pickle.dumps(part)).metric) == repr(part.metric)
+
+
+def test_accuracy_with_a_token_for_each_example_is_divided():
+    model = load("pydoc-4l")
+    texts = ["part KV81 is gone; ask for KV8", "part BT52 is gone; ask for BT5", "import os and sy"]
+    tokens = torch.tensor([model.to_id(text) for text in "12s"])
+    given = Pairs(texts), [{"blocks.0.mlp_out": edits.zero()}], accuracy(tokens)
+    parts = over_examples(sweep, model, *given, at_once=1)
+    assert parts.values.tolist() == sweep(model, *given).values.tolist() == [[-1.0, -1.0, 0.0]]
+    assert parts.unit == "accuracy"

@@ -176,3 +176,22 @@ def test_arguments_that_do_not_fit_are_errors(unchecked):
     hooks = {"blocks.1.mlp_out": lambda value, point: value * 0}
     with HookedRunner(model).hooks(hooks), pytest.raises(HookError, match="hook"):
         run_circuit(model, pairs, zeros)
+
+
+@pytest.mark.parametrize(
+    ("of_texts", "of_source"), [(REAL, RIGHT), (RIGHT, LEFT), (LEFT, RIGHT), (LEFT, REAL)]
+)
+def test_a_cache_of_texts_with_other_padding_is_no_source(of_texts, of_source):
+    model = made()
+    pairs, needed = Pairs(CLEAN, attention_mask=of_texts), graph.Graph(model).needed
+    cache = HookedRunner(model).capture(OTHER, names=needed, attention_mask=of_source)
+    with pytest.raises(ValueError, match="the source and the texts must have the same columns"):
+        run_circuit(model, pairs, [], source=cache)
+
+
+def test_a_longer_text_is_a_source_of_a_shorter_text():
+    model = made()
+    pairs, needed = Pairs(CLEAN, attention_mask=RIGHT), graph.Graph(model).needed
+    cache = HookedRunner(model).capture(OTHER, names=needed)
+    found = run_circuit(model, pairs, [], source=cache)
+    torch.testing.assert_close(found[RIGHT], model(OTHER).detach()[RIGHT])
