@@ -179,8 +179,9 @@ def mean(
             the result of `interp.store.statistics`.
         across: the axes to average over: `"batch"`, or `("batch", "pos")`. If a point declares no
             axes, its first axis is the batch.
-        attention_mask: 1 or True for real columns of the reference. Padding is ignored. Default:
-            the mask of a cache; a tensor has no padding.
+        attention_mask: 1 or True for real columns of the reference. Padding is ignored. At `scores`
+            and `pattern`, only padding of queries is ignored: the mean at a key contains texts in
+            which this key is padding. Default: the mask of a cache; a tensor has no padding.
         where: the place that is replaced, by axis.
 
     Returns:
