@@ -48,7 +48,7 @@ Writer = Callable[[Any], Any]
 
 _LOGITS_HINT = "model(texts) gives them"
 _MASK = "model.to_tokens(texts) contains the mask"
-_CONVERSION = "measure(metric, logits, model.to_tokens(texts), model=model) converts them"
+_CONVERSION = "measure(metric, logits, attention_mask, model=model) converts them"
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")
 
 

@@ -36,7 +36,7 @@ import torch
 from jaxtyping import Int
 
 import models
-from hooks import HookedRunner, Mode
+from hooks import ActivationCache, HookedRunner, Mode
 from interp import json_form
 from interp.cli import command
 from interp.features.bundled import NAMES
@@ -44,7 +44,8 @@ from interp.features.forms import CROSSCODERS, FORMS
 from interp.plots import Shown
 from models.checkpoints.packaged import PACKAGED
 from models.running.generation import GenerationOptions
-from tests import file_names
+from tests import file_names, seeing
+from tests.attachable import made
 from tests.faces import MODULES, is_ours
 from tests.reference import VARIANTS, variant
 from tests.returned import DETAILS, HELD, public_values, reached, received, returned
@@ -166,6 +167,9 @@ def attributes(kind):
 
 def constructor(kind):
     """Yield the line of the constructor of a class, if the class has its own."""
+    # A run makes a cache, from classes that every version may change.
+    if kind is ActivationCache:
+        return
     if hasattr(kind, "_field_defaults"):
         yield f"    __new__{arguments(kind.__new__)}"
     elif is_ours(inspect.unwrap(kind.__init__)) or hasattr(kind, "__dataclass_fields__"):
@@ -237,14 +241,24 @@ def needed_versions():
             yield from (f"    {name}" for name in names)
 
 
-def hook_points():
-    """Yield the names and the axes of the hook points in plain transformers of all forms."""
+def hook_points(runners):
+    """Yield the names and the axes of the hook points of some models."""
     axes_of = {}
-    for name in VARIANTS:
-        for point in HookedRunner(variant(name)).points.values():
+    for runner in runners:
+        for point in runner.points.values():
             axes_of[re.sub(r"\.\d+\.", ".L.", point.name)] = " ".join(point.axes)
     for name, axes in sorted(axes_of.items()):
         yield f"  {name} [{axes}]"
+
+
+def attached():
+    """Yield runners of attached models: with an encoder, with towers of images and sounds, and with
+    experts.
+    """
+    for make in (seeing.t5, seeing.whisper, seeing.llava, lambda: (made("olmoe"), None)):
+        model, example = make()
+        models.attach(model, example=example)
+        yield HookedRunner(model)
 
 
 def words():
@@ -288,8 +302,10 @@ def lines():
     yield "types"
     for path in NAMED_TYPES:
         yield f"  {path.rpartition('.')[2]} = {type_text(found(path))}"
-    yield "hook points"
-    yield from hook_points()
+    yield "hook points of plain transformers of all forms"
+    yield from hook_points(HookedRunner(variant(name)) for name in VARIANTS)
+    yield "hook points of attached models: T5, Whisper, LLaVA and OLMoE"
+    yield from hook_points(attached())
     yield "words"
     yield from words()
     yield "commands"

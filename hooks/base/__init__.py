@@ -119,6 +119,7 @@ from hooks.base.text_forms import (
     is_integer,
     is_one_text,
     number_of_texts,
+    require_readable,
 )
 from hooks.base.transfer import (
     Placement,
@@ -247,6 +248,7 @@ __all__ = [
     "require_integer",
     "require_kind",
     "require_module",
+    "require_readable",
     "require_room",
     "require_rows",
     "requirement",

@@ -1,7 +1,7 @@
 """The forms in which users can pass one text or several: strings, lists, tensors and mappings."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from operator import index
 from typing import Any
 
@@ -40,8 +40,28 @@ def is_columns(texts: object) -> bool:
     return isinstance(texts, Mapping) or is_table
 
 
+def require_readable(texts: object) -> None:
+    """Check that texts have an order, and are not bytes, whose numbers would be read as tokens.
+
+    Raises:
+        TypeError: if texts are a set or bytes.
+    """
+    if isinstance(texts, Set) and not isinstance(texts, Mapping):
+        raise TypeError(
+            f"texts must be a list, because a set has no order; got {shown(texts)}: write "
+            "sorted(texts)"
+        )
+    if isinstance(texts, bytes | bytearray):
+        raise TypeError(f"a text must be a string; got {shown(texts)}: write text.decode()")
+
+
 def is_one_text(texts: Any) -> bool:
-    """Return whether texts are one text and not a batch."""
+    """Return whether texts are one text and not a batch.
+
+    Raises:
+        TypeError: if texts are a set or bytes.
+    """
+    require_readable(texts)
     if isinstance(texts, Mapping):
         texts = texts.get("input_ids", ())
     if isinstance(texts, str | Tensor):
@@ -59,7 +79,11 @@ def each_text(texts: Texts) -> Iterator[Any]:
     """Yield each text without padding: a string, or a list or tensor of tokens.
 
     If `texts` is an iterator, only one text after the other is read.
+
+    Raises:
+        TypeError: if texts, or one of them, are a set or bytes.
     """
+    require_readable(texts)
     if is_columns(texts):
         rows, real = columns_of(texts)
         yield from ([*itertools.compress(*pair)] for pair in zip(rows, real, strict=True))
@@ -76,7 +100,9 @@ def each_text(texts: Texts) -> Iterator[Any]:
         if isinstance(first, int):
             yield [first, *others]
         elif first is not None:
-            yield from itertools.chain([first], others)
+            for text in itertools.chain([first], others):
+                require_readable(text)
+                yield text
 
 
 def number_of_texts(texts: Texts) -> int | None:

@@ -26,6 +26,7 @@ from hooks.base import (
     real_of,
     refuse,
     require_choice,
+    require_readable,
     require_rows,
     shown,
     without_gradients,
@@ -689,10 +690,11 @@ def _must_be_read(answers: Any) -> bool:
 
 
 def _require_texts(**given: Any) -> None:
-    """Check that clean and corrupted texts are not numbers, a model or a cache."""
+    """Check that clean and corrupted texts are not numbers, a model, a cache, a set or bytes."""
     for name, texts in given.items():
         if isinstance(texts, int | float | nn.Module | ActivationCache):
             raise TypeError(f"{name} must be texts; got {shown(texts)}")
+        require_readable(texts)
 
 
 def _require_as_many(clean: Texts, corrupted: Texts) -> None:

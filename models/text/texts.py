@@ -27,6 +27,7 @@ from hooks.base import (
     refuse,
     require_choice,
     require_kind,
+    require_readable,
     shown,
 )
 from models.text.tokenizer import Tokenizer, as_tokenizer, pieces_of
@@ -305,7 +306,9 @@ def _integers(tokens: Any) -> list[int]:
 
     Raises:
         ValueError: if they are not integers.
+        TypeError: if they are a set or bytes.
     """
+    require_readable(tokens)
     # This also converts arrays of NumPy.
     listed = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     if not isinstance(listed, Sequence) or not all(map(is_integer, listed)):

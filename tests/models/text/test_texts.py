@@ -13,6 +13,8 @@ import interp
 from hooks import HookedRunner
 from interp import Pairs, Result, edits
 from interp.measuring import measure
+from interp.store import statistics
+from models import generate, load
 from tests import tiny
 from tests.shipped import pydoc
 from tests.streams import SIZES
@@ -513,7 +515,8 @@ def test_a_model_converts_the_words_of_a_metric():
     # At another position, no text precedes the word, so a word is read as it is written.
     first = measure(interp.log_prob("cat", pos=0), output, mask, model=model)
     assert first.tolist() == pytest.approx([-nats(row[0], 4) for row in output.logits], abs=1e-5)
-    names = {"measure": measure, "metric": words, "logits": output.logits[:, -1:], "model": model}
+    names = {"measure": measure, "metric": words, "model": model}
+    names |= {"logits": output.logits, "attention_mask": mask}
     for call in (lambda: words(output), lambda: measure(words, output)):
         with pytest.raises(ValueError, match="tokens as text") as caught:
             call()
@@ -946,3 +949,34 @@ def test_fits_read_texts():
     assert torch.equal(one.weight, other.weight)
     assert interp.jacobian_lens(model, "the cat sat", skip=0).n_texts == 1
     assert interp.jacobian_lens(model, [3, 4, 5], skip=0).n_texts == 1
+
+
+UNREADABLE = [
+    ({"abc", "de"}, r"a set has no order; .*sorted\(texts\)"),
+    (frozenset({"abc"}), "a set has no order"),
+    (b"abc", r"must be a string; got b'abc': write text\.decode\(\)"),
+    (["abc", b"de"], "must be a string; got b'de'"),
+]
+
+
+@pytest.mark.parametrize(("texts", "message"), UNREADABLE)
+def test_sets_and_bytes_are_no_texts(texts, message):
+    model = load("pydoc-4l")
+    calls = [
+        lambda: model.to_tokens(texts),
+        lambda: HookedRunner(model).run_with_cache(texts),
+        lambda: generate(model, texts, max_new_tokens=1),
+        lambda: statistics(model, texts, "embed"),
+    ]
+    if not isinstance(texts, list):
+        calls.append(lambda: Pairs(texts, answers="a"))
+    for call in calls:
+        with pytest.raises(TypeError, match=message):
+            call()
+
+
+def test_a_text_names_its_tokens():
+    text = reading().to_tokens("the cat")
+    for name in ("shape", "device", "input_ids"):
+        with pytest.raises(AttributeError, match=r"here it is text\.tokens"):
+            getattr(text, name)
