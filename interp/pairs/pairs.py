@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, Literal, ParamSpec, TypeVar, Unpack, cast
 
@@ -213,6 +213,7 @@ class Pairs(plots.Shown, metaclass=HintedClass):
         self._corrupted = _corrupted_text(corrupted, self._clean)
         if corrupted is not None:
             _require_as_many(clean, corrupted)
+        _require_answers(answers, number_of_texts(clean))
         self.answers = answers
         self.per_token = per_token
         self._spans: Any = spans or {}
@@ -705,6 +706,33 @@ def _require_as_many(clean: Texts, corrupted: Texts) -> None:
     n_clean, n_corrupted = number_of_texts(clean), number_of_texts(corrupted)
     if n_clean is not None and n_corrupted is not None:
         require_equal_numbers([n_clean, n_corrupted])
+
+
+def _require_answers(answers: Any, n_texts: int | None) -> None:
+    """Check that answers are one for all texts, or one for each text.
+
+    Args:
+        answers: the answers as they were given.
+        n_texts: the number of texts; None if it is unknown until a model reads the texts.
+
+    Raises:
+        TypeError: if answers have no order.
+        ValueError: if there are too few or too many answers.
+    """
+    if isinstance(answers, Set | Mapping):
+        raise TypeError(
+            f"answers must be one answer, a tuple (right, wrong) or a list; got {shown(answers)}"
+        )
+    if isinstance(answers, tuple) and len(answers) not in (1, 2):
+        raise ValueError(
+            "a tuple of answers must be (right, wrong), for all texts; got "
+            f"{len(answers)} answers: pass a list with one for each text"
+        )
+    if isinstance(answers, list) and n_texts is not None and len(answers) != n_texts:
+        raise ValueError(
+            f"answers must be a list with one answer for each of {n_texts} texts, or a tuple "
+            f"(right, wrong); got {len(answers)} answers"
+        )
 
 
 def _require_metric(metric: Metric, pos: Tokens | None) -> None:

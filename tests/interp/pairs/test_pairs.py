@@ -403,3 +403,18 @@ def test_a_metric_of_two_masks_needs_the_mask_of_its_logits():
     torch.testing.assert_close(measure(pairs.metric, LOGITS, pairs.text), BY_HAND)
     expected = torch.stack([LOGITS[0, 1, 2] - LOGITS[0, 1, 5], LOGITS[1, 3, 6] - LOGITS[1, 3, 1]])
     torch.testing.assert_close(measure(pairs.metric, LOGITS, pairs.other), expected)
+
+
+@pytest.mark.parametrize(
+    ("answers", "error", "message"),
+    [
+        ((" a", " b", " c"), ValueError, r"must be \(right, wrong\), for all texts; got 3"),
+        ([" a", " b", " c"], ValueError, "one answer for each of 2 texts.*got 3 answers"),
+        ([" a"], ValueError, "one answer for each of 2 texts.*got 1 answers"),
+        ({" a": " b"}, TypeError, "a list; got a dict of 1"),
+        ({" a", " b"}, TypeError, "a list; got a set of 2"),
+    ],
+)
+def test_answers_are_counted_before_a_model_reads_them(answers, error, message):
+    with pytest.raises(error, match=message):
+        Pairs(["def f", "import"], answers=answers)
