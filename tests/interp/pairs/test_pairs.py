@@ -405,6 +405,7 @@ def test_a_metric_of_two_masks_needs_the_mask_of_its_logits():
     torch.testing.assert_close(measure(pairs.metric, LOGITS, pairs.other), expected)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("answers", "error", "message"),
     [
