@@ -193,7 +193,7 @@ GENERATED = """
     with runner.hooks({"blocks.0.mlp_out": edits.add(vector, pos=slice(8, None))}):
         compare(3)
     # The keys of a pattern grow, so these steps run without a graph.
-    with runner.hooks({"blocks.0.attn.pattern": edits.zero(key=4)}):
+    with runner.hooks({"blocks.0.attn.pattern": edits.zero(key=5)}):
         compare(3)
     compare(3)
 """

@@ -10,12 +10,15 @@
    fit on some texts cannot know the random labels of other texts, so this control is near 0.5 for
    every probe. It would be above 0.5 if rows of one text were in two folds.
 
-The control says nothing about words that tell the two kinds of texts apart. For these, the baseline
-is a probe of the token embeddings (`site="embed"`): if it scores as well as a later point, the
-probe at this point may only read the word. Groups of nearly equal texts need `groups` of
-`Contrast`. The control tasks of Hewitt & Liang 2019, "Designing and Interpreting Probes with
-Control Tasks", are different: their random labels belong to words, which are the same in the fit
-and in the test.
+The control says nothing about words that tell the two kinds of texts apart. For the word at the
+position that is read, the baseline is a probe of the token embeddings (`site="embed"`): if it
+scores as well as a later point, the probe at this point may only read the word. At the last
+position, this baseline does not see words elsewhere in the text. For these, write texts with the
+same words in both kinds, or compare with a classifier of the words of each text.
+
+Groups of nearly equal texts need `groups` of `Contrast`. The control tasks of Hewitt & Liang 2019,
+"Designing and Interpreting Probes with Control Tasks", are different: their random labels belong to
+words, which are the same in the fit and in the test.
 """
 
 import os
@@ -221,9 +224,10 @@ def probe(
     A probe is a linear classifier of values. Its score is the AUROC on texts that it was not fitted
     on: 0.5 by chance, 1 if every value of one kind is above every value of the other kind. As a
     control, the same probe is fitted to random labels for each text. This control is near 0.5 for
-    every probe whose folds share no text. It does not find words that tell the two kinds apart: for
-    these, compare with the score at `embed`, by `site=["embed", "resid_post"]`. The module's
-    docstring explains the steps.
+    every probe whose folds share no text. It does not find words that tell the two kinds apart. For
+    the word at the position that is read, compare with the score at `embed`, by
+    `site=["embed", "resid_post"]`. The module's docstring explains the steps, and what this
+    baseline does not see.
     This needs the extra `probes` (scikit-learn).
 
     Values are standardised before the fit, but the direction applies to the original values.

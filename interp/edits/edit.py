@@ -196,12 +196,20 @@ class Edit:
             UnknownNameError: if the point lacks an axis, or a cache lacks the point.
             EditError: if an index or a source does not fit.
         """
+        # A compiler traces this case, but not the iterator below.
+        if self.n_texts is None:
+            self._write(activation, point)
+            return activation
         for rows in self._rows_of_texts(activation, point):
-            changed = self._changed(rows, point)
-            if changed is not None:
-                box, new = changed
-                rows[box] = new
+            self._write(rows, point)
         return activation
+
+    def _write(self, activation: Tensor, point: Point) -> None:
+        """Change an activation, each row of which is a text, in place."""
+        changed = self._changed(activation, point)
+        if changed is not None:
+            box, new = changed
+            activation[box] = new
 
     def try_on(self, activation: Shaped[Tensor, "..."], point: Point) -> None:
         """Compute the change without writing it, so that errors are raised early.
