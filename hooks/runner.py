@@ -629,8 +629,10 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
 
     def _why_not_reached(self, recorder: Recorder) -> str:
         """Return a possible reason why a run did not reach some points, for an error."""
+        if len(recorder.fired) == len(recorder.points):
+            return NEVER_FIRED
         missing = [name for name in recorder.points if name not in recorder.fired]
-        modules = {*self._inner.modules()} if missing else set()
+        modules = {*self._inner.modules()}
         are_removed = any(self._known[name].module not in modules for name in missing)
         return _REMOVED if are_removed else NEVER_FIRED
 
@@ -666,7 +668,8 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
             inputs=inputs,
             skipped=recorder.skipped,
             model=weakref.ref(self._inner),
-            written=written(self._inner),
+            # A lazy cache compares the weights itself, when it computes a value.
+            written={} if isinstance(values, LazyValues) else written(self._inner),
         )
         grads = recorder.grads if recorder.options.grads else None
         return ActivationCache(values, recorder.axes, origin, grads=grads, masks=recorder.masks())

@@ -303,7 +303,11 @@ def written(module: nn.Module) -> dict[int, int]:
     PyTorch does not count writes through `weight.data`.
     """
     parameters = [tensor for tensor in state_of(module) if isinstance(tensor, nn.Parameter)]
-    return {id(parameter): version(parameter) for parameter in parameters}
+    try:
+        return {id(parameter): parameter._version for parameter in parameters}
+    # Some parameters are inference tensors, which have no version.
+    except RuntimeError:
+        return {id(parameter): version(parameter) for parameter in parameters}
 
 
 def memory_of(tensor: Tensor) -> int:
