@@ -11,6 +11,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import index
@@ -471,10 +472,12 @@ def _last_logits(
     """
     if model.training:
         raise ValueError(IN_TRAINING)
+    # A generation takes many steps, and most prompts do not move.
+    moved = partial(prompts_moved, n_moved) if n_moved else nullcontext
     for piece in tokens.split(chunk, 1):
         mask_so_far = None if mask is None else mask[:, : cache.length + piece.shape[1]]
         # The tokens were checked in `check_prompts`, and the mask was made in `generate_steps`.
-        with skip_token_checks(), prompts_moved(n_moved):
+        with skip_token_checks(), moved():
             logits = model(piece, attention_mask=mask_so_far, kv_cache=cache, last=1)
     return logits[:, -1]
 
