@@ -51,7 +51,7 @@ from tests.reference import VARIANTS, variant
 from tests.returned import DETAILS, HELD, public_values, reached, received, returned
 from tests.written import members_of, type_text, value_text
 
-pytest.importorskip("matplotlib")
+pytest.importorskip("matplotlib", reason="the record contains pictures of the extra plots")
 
 ROOT = Path(__file__).parent.parent
 RECORD = Path(__file__).with_name("signatures.txt")
@@ -351,7 +351,7 @@ def test_each_method_as_json_is_called_for_the_record():
 
 def test_each_recorded_file_and_table_can_still_be_made():
     for library in ("datasets", "pandas", "sklearn"):
-        pytest.importorskip(library)
+        pytest.importorskip(library, reason=f"some recorded tables need {library}")
     assert [*file_names.recorded(RECORD.read_text())] == [*file_names.makers()]
 
 

@@ -316,12 +316,7 @@ def generate_steps(
     compiling = compile_options(compiled)
     tokens, mask = Text.padded([*map(torch.tensor, texts)], side="left")
     end = tokens.shape[1] + max_new_tokens
-    is_moved = mask is not None and not (
-        given.attention_mask is not None
-        and given.tokens.shape == tokens.shape
-        and torch.equal(given.attention_mask.bool().cpu(), mask)
-    )
-    n_moved = tokens.shape[1] if is_moved else 0
+    n_moved = tokens.shape[1] if _is_moved(given, mask) else 0
     if mask is not None:
         mask = torch.cat([mask, mask.new_ones(len(mask), max_new_tokens)], 1)
     cache = KVCache(end)
@@ -343,6 +338,19 @@ def generate_steps(
         count=max_new_tokens,
     )
     return _closing(steps, read) if isinstance(read, CompiledSteps) else steps
+
+
+def _is_moved(given: Text, mask: Tensor | None) -> bool:
+    """Return whether prompts are in other columns than in the texts that the caller gave.
+
+    Args:
+        given: the texts of the caller.
+        mask: the mask of the prompts after padding on the left; None without padding.
+    """
+    if mask is None:
+        return False
+    of_caller = given.attention_mask
+    return of_caller is None or not torch.equal(of_caller.bool().cpu(), mask)
 
 
 def _generators(
