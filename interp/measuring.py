@@ -19,6 +19,7 @@ from hooks.base import (
     explains_calls,
     logits_in,
     padding_messages,
+    padding_of,
     require_kind,
     shown,
     to_device,
@@ -168,8 +169,7 @@ class TokenMetric:
         Args:
             logits: the logits of whole texts, or of the `last` real positions; or the output of a
                 model of `transformers`, which contains the logits.
-            attention_mask: the mask of the texts. Logits of whole padded texts need the mask.
-                Default: the mask of the texts of the pairs, if the metric is from pairs.
+            attention_mask: the mask of the texts. Default: see `measure`.
 
         Raises:
             TypeError: if the logits are not a tensor.
@@ -346,12 +346,15 @@ def mask_of_logits(
     logits: Float[Tensor, "batch pos vocab"],
     attention_mask: Shaped[Tensor, "_batch _column"] | None,
 ) -> Shaped[Tensor, "_batch _column"] | None:
-    """Return the mask of the texts of some logits: the given mask, or else the mask of the metric.
+    """Return the mask of the texts of some logits.
+
+    It is the given mask; or else the mask of the run that computed the logits, if it is known; or
+    else the mask of the metric.
 
     Args:
         metric: a metric. Only a metric of pairs has masks; see `TokenMetric.masks`.
         logits: the logits. If they are only the last real positions, no mask is needed.
-        attention_mask: the mask that the caller gives; None for the mask of the metric.
+        attention_mask: the mask that the caller gives, or None.
 
     Raises:
         ValueError: if the given mask contains other numbers than 0 and 1, or if no mask is given
@@ -363,6 +366,8 @@ def mask_of_logits(
             numbers = attention_mask[~is_binary].unique().tolist()
             raise ValueError(padding_messages.mask_numbers("attention_mask", short(numbers)))
         return attention_mask
+    if (mask := padding_of(logits)) is not None:
+        return mask
     if not isinstance(metric, TokenMetric) or metric.masks is None:
         return None
     if metric.last in (0, logits.shape[1]):
@@ -446,8 +451,11 @@ def measure(
         logits: the logits of the model for whole texts, or the output of a model of `transformers`.
         attention_mask: True or 1 at real tokens, [batch, pos]; or a `Text`, the cache of the run or
             the output of a tokenizer of `transformers`, which contain the mask. Default: the mask
-            of the texts of the pairs, if the metric is from pairs (`pairs.metric`); otherwise no
-            padding.
+            of the run that computed the logits, if they are the logits of a model of this package
+            or of an attached model, or a view of them, such as `logits[:3]`. The mask is lost in a
+            copy (`logits.float()` of half precision, `logits.cpu()`) and in arithmetic: pass it
+            then. Without a mask of the run, the default is the mask of the texts of the pairs, if
+            the metric is from pairs (`pairs.metric`); otherwise no padding.
         model: the model whose tokenizer reads the words of the metric, such as `" Mary"`; a model
             of `transformers` must be attached. Default: None, for a metric without words. The
             logits do not tell which word a text ends with, so write the space before a new word.

@@ -19,6 +19,7 @@ from hooks.base import (
     NoOthers,
     Texts,
     hides_others,
+    mark_padding,
     refuse,
     require_integer,
     require_kind,
@@ -219,6 +220,7 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
                     resid, context = resid.to(device), context.to(device)
                 resid = block(resid, context)
             logits = self.logits(resid, last)
+        mark_padding(logits, context.real)
         context.commit()
         return logits
 

@@ -88,7 +88,15 @@ from hooks.base.kinds import (
 from hooks.base.memory import free_memory, require_room
 from hooks.base.nested import mapped, tensors_in, with_first_tensor
 from hooks.base.paths import layer_of
-from hooks.base.pieces import Piece, n_moved_columns, piece_read, prompts_moved, reading
+from hooks.base.pieces import (
+    Piece,
+    mark_padding,
+    n_moved_columns,
+    padding_of,
+    piece_read,
+    prompts_moved,
+    reading,
+)
 from hooks.base.processes import Shards, is_whole, mesh_of, whole
 from hooks.base.progress import Count, progress_bar, progress_of, shows_progress
 from hooks.base.saying import aligned_rows, number_of, shown
@@ -214,6 +222,7 @@ __all__ = [
     "logits_in",
     "logits_rounding",
     "mapped",
+    "mark_padding",
     "memory_of",
     "mesh_of",
     "missing_name",
@@ -228,6 +237,7 @@ __all__ = [
     "number_of_call",
     "number_of_texts",
     "padding_messages",
+    "padding_of",
     "peak_bytes",
     "piece_read",
     "places_inside",

@@ -7,6 +7,7 @@ of the text, so they need to know the piece.
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Shaped
@@ -138,6 +139,64 @@ class Piece:
         """
         fits = self.real is not None and self.real.shape == (rows, (self.start or 0) + size)
         return self.real[:, -size:] if self.real is not None and fits else None
+
+
+def mark_padding(logits: Any, real: KeyMask | None) -> None:
+    """Store the mask of the texts of a run as an attribute of the memory of its logits.
+
+    `padding_of` reads the mask. Nothing is stored if the mask does not belong to the logits, as for
+    the logits of a classifier, or if the logits have a single column, as in a step of a generation.
+
+    Args:
+        logits: the logits of the run, [batch, pos, vocab]; any other value is ignored.
+        real: the mask of real tokens, for the columns of the logits and all columns before them.
+            None if there is no padding, or if the padding is unknown.
+    """
+    if real is None or torch.compiler.is_compiling():
+        return
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or not logits.is_contiguous():
+        return
+    rows, n_pos, _ = logits.shape
+    if len(real) != rows or not 1 < n_pos <= real.shape[1]:
+        return
+    memory = _memory_of(logits)
+    if memory is not None and memory.nbytes() == logits.nbytes:
+        # The caller may write into its mask later, so the stored mask is a copy.
+        memory.padding = _PaddingOf(logits.shape, real[:, -n_pos:].clone())
+
+
+def padding_of(logits: Tensor) -> KeyMask | None:
+    """Return the mask of real tokens of the logits of a run, or of a part of them, [batch, pos].
+
+    A view, such as `logits[2:, :5]` or `logits.detach()`, has the mask of its own texts and
+    columns. The result is None if the run had no mask, or if the logits are in other memory, as
+    after a copy or arithmetic.
+
+    Args:
+        logits: logits [batch, pos, vocab].
+    """
+    padding = getattr(_memory_of(logits), "padding", None)
+    if padding is None:
+        return None
+    _, n_pos, vocab = padding.shape
+    row, column = (torch.arange(size) for size in logits.shape[:2])
+    places = logits.storage_offset() + row[:, None] * logits.stride(0) + column * logits.stride(1)
+    return padding.real.cpu()[places // (n_pos * vocab), places // vocab % n_pos]
+
+
+def _memory_of(value: Tensor) -> Any:
+    """Return the memory of a tensor; None if a transform of PyTorch, such as `vmap`, hides it."""
+    try:
+        return value.untyped_storage()
+    except NotImplementedError:
+        return None
+
+
+class _PaddingOf(NamedTuple):
+    """The shape of the logits of a run, and the mask of their real tokens [batch, pos]."""
+
+    shape: torch.Size
+    real: KeyMask
 
 
 _WHOLE = Piece()

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from hooks import ActivationCache
 from hooks.base import (
     all_to_device,
+    mark_padding,
     padding_messages,
     progress_of,
     require_kind,
@@ -161,7 +162,9 @@ class MaskedRuns:
 
     def logits(self, circuit: EdgeMask | Iterable[str]) -> Float[Tensor, "batch pos vocab"]:
         """Return the logits of the run of one circuit."""
-        return self._run(circuit, self._model.unembed)
+        logits: Tensor = self._run(circuit, self._model.unembed)
+        mark_padding(logits, self._text.attention_mask)
+        return logits
 
     def metric(self, circuit: EdgeMask | Iterable[str]) -> Float[Tensor, " batch"]:
         """Return the metric of each example for one circuit, in the metric's unit.

@@ -37,6 +37,8 @@ from hooks.base import (
     Words,
     carried,
     forwards_in,
+    logits_in,
+    mark_padding,
     memory_of,
     padding_messages,
     reading,
@@ -174,7 +176,7 @@ class StackForward(Replaced):
             tokens = tokens.flatten(0, 1)
         texts = tokens.shape[:2]
         token = texts_read.set(texts)
-        mask = kwargs.get("attention_mask", args[self._mask] if len(args) > self._mask else None)
+        mask = self._mask_in(args, kwargs)
         real = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         if isinstance(mask, Tensor) and mask.ndim == 3 and mask.flatten(0, 1).shape == texts:
             real = mask.flatten(0, 1)
@@ -193,6 +195,10 @@ class StackForward(Replaced):
             return self._piece(texts, real, others=others, args=args, kwargs=kwargs)
         finally:
             texts_read.reset(token)
+
+    def _mask_in(self, args: Any, kwargs: Any) -> Any:
+        """Return the argument `attention_mask`, or None."""
+        return kwargs.get("attention_mask", args[self._mask] if len(args) > self._mask else None)
 
     def _piece(
         self,
@@ -317,8 +323,17 @@ class Forward(StackForward):
         self._words.require(kwargs, (), f"the {self._model}")
         if self.prepare is not None:
             args, kwargs = self.prepare(*args, **kwargs)
-        call = super().__call__ if self.reads_texts else self.inner
-        return call(*args, **kwargs)
+        if self.reads_texts:
+            output = super().__call__(*args, **kwargs)
+            mask = self._mask_in(args, kwargs)
+        else:
+            output = self.inner(*args, **kwargs)
+            mask = kwargs.get("decoder_attention_mask")
+        is_mask_of_columns = isinstance(mask, Tensor) and mask.ndim == 2
+        # A tensor selects columns one by one, so the mask has other columns than the logits.
+        if is_mask_of_columns and not isinstance(kwargs.get("logits_to_keep"), Tensor):
+            mark_padding(logits_in(output), mask)
+        return output
 
 
 # The name of the attribute of a state with the number of columns that have been read.

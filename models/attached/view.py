@@ -43,6 +43,7 @@ from hooks.base import (
     code_rounding,
     is_same,
     mapped,
+    mark_padding,
     tensors_in,
     with_first_tensor,
     without_gradients,
@@ -170,7 +171,9 @@ class PlainView(ReadsText, nn.Module):
             resid = self.input_resid(tokens, context)
             for block in self.blocks:
                 resid = block(resid, context)
-            return self.unembed(resid)
+            logits = self.unembed(resid)
+        mark_padding(logits, real)
+        return logits
 
     def context(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> ViewContext:
         """Run the model, and return the arguments of the modules that blocks call."""

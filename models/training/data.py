@@ -24,6 +24,7 @@ from hooks.base import (
     logits_in,
     names_fields,
     padding_messages,
+    padding_of,
     require_integer,
     require_kind,
     require_module,
@@ -186,8 +187,8 @@ def next_token_loss(
         tokens: the tokens that the model read: a tensor [batch, pos], lists of tokens, a `Text`, or
             the output of a tokenizer of `transformers`. A `Text` and the output of a tokenizer
             contain their mask. Convert strings first: `model.to_tokens(text)`.
-        attention_mask: 1 or True at real tokens of a tensor, 0 or False at padding. Default: no
-            padding.
+        attention_mask: 1 or True at real tokens of a tensor, 0 or False at padding. Default: the
+            mask of the run that computed the logits, if it is known; see `interp.measure`.
 
     Returns:
         The losses [batch, pos - 1], in nats. Entry i is the loss of token i + 1, in the dtype
@@ -223,6 +224,8 @@ def next_token_loss(
             f"logits must have the positions of the tokens, {[*text.tokens.shape]}; got "
             f"{[*scores.shape]}"
         )
+    if text.attention_mask is None:
+        text = replace(text, attention_mask=padding_of(scores))
     next_tokens = to_device(text.tokens[:, 1:], scores.device)
     losses = F.cross_entropy(scores[:, :-1].transpose(1, 2), next_tokens, reduction="none")
     if text.attention_mask is None:

@@ -25,7 +25,10 @@ from interp import (
 from interp.alignment import align
 from interp.inputs.token_positions import last_real
 from interp.measuring import last_of, measure, metric_of_examples, per_run
-from models import load
+from interp.runs.masked import run_circuit
+from models import KVCache, Transformer, TransformerConfig, attach, load, next_token_loss
+from models.attached.view import PlainView
+from tests import tiny
 from tests.shipped import pydoc
 
 BATCH, POS, VOCAB = 3, 5, 11
@@ -381,6 +384,123 @@ def test_a_cache_contains_the_mask_of_its_run():
     torch.testing.assert_close(measure(log_prob(3), logits, cache), alone, rtol=0, atol=1e-4)
     _, cache = HookedRunner(model).run_with_cache(texts[:1], names="embed")
     assert measure(log_prob(3), logits[:1], cache).shape == (1,)
+
+
+def padded_runs():
+    """Return runs of padded texts, each as (logits, mask), by the kind of the model."""
+    generator = torch.Generator().manual_seed(4)
+    tokens = torch.randint(1, VOCAB, (BATCH, POS), generator=generator)
+    runs = {}
+    for side, mask in {"left": LEFT, "right": LEFT.flip(1)}.items():
+        own = Transformer(
+            TransformerConfig(vocab_size=VOCAB, n_ctx=7, n_layers=2, n_heads=2, d_model=8)
+        )
+        runs[f"own, {side}"] = own(tokens, attention_mask=mask), mask
+        gemma = tiny.redraw(tiny.model("Gemma2ForCausalLM"), 0.3)
+        attached = attach(gemma)
+        runs[f"attached, {side}"] = gemma(tokens, attention_mask=mask).logits, mask
+        runs[f"view, {side}"] = PlainView(attached)(tokens, attention_mask=mask), mask
+    decoder = LEFT.flip(1)
+    t5 = tiny.redraw(tiny.model("T5ForConditionalGeneration", decoder_start_token_id=0), 0.3)
+    attach(t5)
+    given = dict(decoder_input_ids=tokens, decoder_attention_mask=decoder)
+    output = t5(input_ids=tokens[:, :4], attention_mask=LEFT[:, :4].flip(1), **given)
+    runs["encoder and decoder"] = output.logits, decoder
+    return runs
+
+
+def at_last_real(logits, mask, token):
+    """Return the log probability of a token at the last real column of each text, by numpy."""
+    rows = logits.detach().double().numpy()
+    columns = [max(row.nonzero().flatten().tolist()) for row in mask]
+    read = [row[column] for row, column in zip(rows, columns, strict=True)]
+    return torch.tensor([by_numpy("log_prob", x, token, 0) for x in read], dtype=torch.float32)
+
+
+def test_logits_of_a_run_contain_its_mask():
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    for name, (logits, mask) in padded_runs().items():
+        expected = at_last_real(logits, mask, 3)
+        for given in (logits, logits.detach(), logits.float()):
+            for call in (functools.partial(measure, log_prob(3)), log_prob(3)):
+                assert torch.allclose(call(given), expected, atol=1e-5), name
+        # Parts in the same memory have the mask of their texts and columns.
+        assert torch.allclose(measure(log_prob(3), logits[1:]), expected[1:], atol=1e-5), name
+        assert torch.allclose(measure(log_prob(3), logits[::2]), expected[::2], atol=1e-5), name
+        part = at_last_real(logits[:, :4], mask[:, :4], 3)
+        assert torch.allclose(measure(log_prob(3), logits[:, :4]), part, atol=1e-5), name
+        if "right" in name:
+            with pytest.raises(ValueError, match=r"set metric\.last = 1"):
+                measure(last_column, logits)
+        # A copy has no mask, and the mask of the caller comes first.
+        assert torch.allclose(
+            measure(log_prob(3), logits.clone()),
+            at_last_real(logits, torch.ones_like(mask), 3),
+            atol=1e-5,
+        ), name
+        other = mask.roll(1, 0)
+        assert torch.allclose(
+            measure(log_prob(3), logits, other), at_last_real(logits, other, 3), atol=1e-5
+        ), name
+
+
+def test_the_mask_of_logits_is_the_mask_when_the_run_began():
+    model = Transformer(
+        TransformerConfig(vocab_size=VOCAB, n_ctx=7, n_layers=1, n_heads=2, d_model=8)
+    )
+    tokens = torch.randint(0, VOCAB, (BATCH, POS))
+    mask = LEFT.flip(1).clone()
+    logits = model(tokens, attention_mask=mask)
+    mask[:] = 1
+    expected = at_last_real(logits, LEFT.flip(1), 3)
+    assert torch.allclose(measure(log_prob(3), logits), expected, atol=1e-5)
+
+
+def test_logits_of_some_columns_contain_their_part_of_the_mask():
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    tokens = torch.randint(1, VOCAB, (BATCH, POS))
+    mask = LEFT.flip(1)
+    model = tiny.redraw(tiny.model("LlamaForCausalLM"), 0.3)
+    attach(model)
+    whole = model(tokens, attention_mask=mask).logits
+    expected = at_last_real(whole, mask, 3)
+    some = model(tokens, attention_mask=mask, logits_to_keep=4).logits
+    assert torch.allclose(measure(log_prob(3), some), expected, atol=1e-5)
+    # The columns of a tensor are in any order, so these logits have no mask.
+    chosen = model(tokens, attention_mask=mask, logits_to_keep=torch.tensor([1, 0])).logits
+    assert torch.allclose(
+        measure(log_prob(3), chosen), measure(log_prob(3), whole[:, :1].clone()), atol=1e-5
+    )
+    own = Transformer(
+        TransformerConfig(vocab_size=VOCAB, n_ctx=7, n_layers=1, n_heads=2, d_model=8)
+    )
+    expected = at_last_real(own(tokens, attention_mask=mask), mask, 3)
+    some = own(tokens, attention_mask=mask, last=4)
+    assert torch.allclose(measure(log_prob(3), some), expected, atol=1e-5)
+    cache = KVCache()
+    own(tokens[:, :2], attention_mask=mask[:, :2], kv_cache=cache)
+    later = own(tokens[:, 2:], attention_mask=mask, kv_cache=cache)
+    assert torch.allclose(measure(log_prob(3), later), expected, atol=1e-5)
+
+
+def test_logits_of_a_circuit_contain_the_mask_of_its_texts():
+    model = pydoc()
+    pairs = Pairs(["def __ini", "import"], ["def __ini", "export"])
+    logits = run_circuit(model, pairs, circuit=[])
+    mask = pairs.read_by(model).text.attention_mask
+    assert torch.allclose(measure(log_prob(3), logits), at_last_real(logits, mask, 3), atol=1e-5)
+
+
+def test_the_loss_of_padded_texts_takes_the_mask_of_their_run():
+    model = Transformer(
+        TransformerConfig(vocab_size=VOCAB, n_ctx=7, n_layers=1, n_heads=2, d_model=8)
+    )
+    tokens = torch.randint(0, VOCAB, (BATCH, POS))
+    mask = LEFT.flip(1)
+    logits = model(tokens, attention_mask=mask)
+    expected = next_token_loss(logits.clone(), tokens, mask)
+    assert expected.isnan().any()
+    torch.testing.assert_close(next_token_loss(logits, tokens), expected, equal_nan=True)
 
 
 @pytest.mark.parametrize(
