@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hooks.base.errors import require_integer
 from hooks.base.scoped import Scoped
-from hooks.base.selection import KeyMask, real_columns
+from hooks.base.selection import TEXT_AXES, KeyMask, real_columns
 
 Columns = list[list[int]]
 """The real columns of each text."""
@@ -89,15 +89,16 @@ class Piece:
         """Return the real columns of each text along an axis of a value.
 
         The columns are counted from the start of the text. The result is None if there is no
-        padding, or if the mask has another shape than [rows, end].
+        padding, if the mask has another shape than [rows, end], or if the axis has no columns of
+        texts.
 
         Args:
-            axis: the name of the axis. An axis that is not in `others`, such as `pos`, `query` or
-                `key`, has the columns of the text.
+            axis: the name of the axis. `pos`, `query` and `key` have the columns of the text; the
+                axes in `others` have the columns of other texts.
             rows: the number of texts in the batch.
             end: the number of columns from the start of the text to the end of this piece.
         """
-        mask = self.others.get(axis, self.real)
+        mask = self.others.get(axis, self.real if axis in TEXT_AXES else None)
         fits = mask is not None and mask.shape == (rows, end)
         return self._known(axis) if fits else None
 

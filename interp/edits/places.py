@@ -403,7 +403,7 @@ def _source_column_of_each(
     whole = axis not in TEXT_AXES or frame.start is None
     what = f"{axis} at {frame.point.name}"
     selected = where.get(axis, _ALL)
-    real = _unpadded(_real_along(axis, n_rows, size), where, size)
+    real = _unpadded(piece.columns_along(axis, n_rows, size), where, size)
     # Check that negative positions are inside the text. This is not possible for keys: a later
     # piece has more keys, and a negative key may be inside them.
     if dim == frame.positions and not whole:
@@ -455,15 +455,16 @@ def _intersection(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 def _so_far(
     selected: Selection, sizes: range, what: str, n_rows: int, real: Rows | None
 ) -> list[list[int]]:
-    """Return the places that a selection has selected at any time in a generation.
+    """Return the places that a selection has selected in a generation when they were new.
 
     Without a KV cache, each run reads the whole text again. `pos=-1` was another column in each
     earlier run, and must be changed again, because with a KV cache its changed values would be
-    kept.
+    kept. A run with a KV cache computes only the new column, so `pos=-2` selects a column of the
+    prompt, and no column of a later run.
 
     Args:
         selected: the selection, which counts from the end of the text.
-        sizes: the sizes that the text has had.
+        sizes: the sizes that the text has had. The first is the size of the prompt.
         what: the name of the axis in errors.
         n_rows: the number of texts.
         real: the real columns of each text; None if all are real.
@@ -473,7 +474,8 @@ def _so_far(
         rows = selected.rows(size, what, batch=n_rows, real=_below(real, size), whole=False)
         # Use a single row for all texts.
         for places_of_text, row in zip(places, itertools.cycle(rows)):
-            places_of_text.update(row)
+            n_old = 0 if size == sizes[0] else size - 1
+            places_of_text.update(place for place in row if place >= n_old)
     return [sorted(places_of_text) for places_of_text in places]
 
 
@@ -530,13 +532,6 @@ def _real_columns(
         return None
     n_virtual = min(max(-columns.start, 0), len(columns))
     return pad(real[:, columns.start + n_virtual : columns.stop], [n_virtual, 0], value=True)
-
-
-def _real_along(axis: str, n_rows: int, size: int) -> Rows | None:
-    """Return the real columns of each text along an axis; None if there is no padding."""
-    piece = piece_read()
-    is_counted = axis in TEXT_AXES or axis in piece.others
-    return piece.columns_along(axis, n_rows, size) if is_counted else None
 
 
 def _unpadded(real: Rows | None, where: Where, size: int) -> Rows | None:

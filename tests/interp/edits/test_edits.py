@@ -843,6 +843,25 @@ def test_padding_of_a_source_is_copied_only_to_padding(wide, texts, mask_of_run)
         wide.run_with_hooks(texts[0], hooks=hooks)
 
 
+def test_as_many_texts_as_columns(wide, texts):
+    """The mask of 5 texts with 5 columns has the shape of a mask along the axis `batch`."""
+    mask = torch.ones(BATCH, BATCH).bool()
+    mask[1, 3:] = False
+    tokens, others = texts[0][:, :BATCH], texts[1][:, :BATCH]
+    _, source = wide.run_with_cache(others, attention_mask=mask, names="embed")
+    columns = torch.tensor([[4], [2], [0], [1], [3]])
+    rows = torch.arange(BATCH)
+
+    def by_hand(value, point):
+        value[rows, columns[:, 0]] = source["embed"][rows, columns[:, 0]]
+
+    logits = [
+        wide.run_with_hooks(tokens, attention_mask=mask, hooks={"embed": edit})
+        for edit in (edits.replace(source, pos=columns), by_hand)
+    ]
+    assert torch.equal(*logits)
+
+
 def test_a_trial_changes_nothing(wide, texts, source):
     value = wide.capture(texts[0], names="embed")["embed"]
     before = value.clone()

@@ -142,8 +142,10 @@ def test_edits_of_generation_count_from_the_start_of_the_text_without_keys(state
         assert torch.equal(written[:, : pos + 1], plain[:, : pos + 1])
 
 
-@pytest.mark.sampled(12)
-@pytest.mark.parametrize("pos", [-1, slice(-1, None), [-2, -1], slice(5, None), 7])
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize(
+    "pos", [-1, -2, slice(-1, None), slice(-3, -1), [-2, -1], slice(5, None), 7]
+)
 @pytest.mark.parametrize("name", ["llama", "mpt", "gemma3_text", "phi"])
 @torch.no_grad()
 def test_edits_of_generation_without_a_cache_act_as_with_one(name, pos):
