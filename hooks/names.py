@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from torch import Tensor, nn
 
-from hooks.base import layer_of, unknown_point
+from hooks.base import layer_of, require_kind, unknown_point
 from hooks.base.errors import UnknownNameError, unknown_name
 from hooks.base.hints import how_to_mark
 from hooks.base.paths import LAYER
@@ -167,11 +167,13 @@ def names_by_layer(short: str, names: Collection[str]) -> dict[int, str]:
     `vision.blocks.*.resid_post`, and this longer form is accepted too.
 
     Raises:
+        TypeError: if `short` is no text.
         UnknownNameError: if no name with a layer ends in `short`, or two names in one layer do.
 
     >>> names_by_layer("encoder.z", ["encoder.blocks.0.z", "decoder.blocks.0.z"])
     {0: 'encoder.blocks.0.z'}
     """
+    require_kind("the last part of a name", short, str, "a text, such as 'resid_post'")
     layered = {name: layer for name in names if (layer := layer_of(name)) is not None}
     chosen = [name for name in layered if name == short or name.endswith(f".{short}")]
     if not chosen:

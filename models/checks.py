@@ -63,11 +63,14 @@ def check_tokens(tokens: object) -> None:
     """Check that tokens are a matrix of integers.
 
     Raises:
-        ValueError: giving the rule and the wrong value.
+        TypeError: if they are no tensor of integers.
+        ValueError: if they are no matrix. Both errors give the rule and the wrong value.
     """
-    if isinstance(tokens, Tensor) and tokens.ndim == 2 and tokens.dtype in INTEGERS:
+    are_integers = isinstance(tokens, Tensor) and tokens.dtype in INTEGERS
+    if isinstance(tokens, Tensor) and are_integers and tokens.ndim == 2:
         return
-    raise ValueError(
+    error = ValueError if are_integers else TypeError
+    raise error(
         f"tokens must be integers of shape [batch, pos]; got {shown(tokens)} (to_tokens "
         "converts texts)"
     )

@@ -93,7 +93,8 @@ def causal_mask(pos: int, device: torch.device | str | None = None) -> Bool[Tens
         The mask [query, key], for `scaled_dot_product_attention`.
 
     Raises:
-        ValueError: if `pos` is not a whole number of at least 0.
+        TypeError: if `pos` is not a whole number.
+        ValueError: if it is below 0.
 
     >>> causal_mask(3).int().tolist()
     [[1, 0, 0], [1, 1, 0], [1, 1, 1]]

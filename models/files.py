@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from hooks.base import storage, unknown_name
+from hooks.base import require_kind, storage, unknown_name
 
 
 def read_json(path: Path) -> Any:
@@ -43,6 +43,7 @@ def without(entries: Mapping[str, Any], ignore: Collection[str], where: str) -> 
     Raises:
         UnknownNameError: if a key to ignore is not in the file; the error has close matches.
     """
+    require_kind("ignore", ignore, Collection, "a list of keys", "for example ['key']")
     for key in ignore:
         if key not in entries:
             raise unknown_name(key, entries, f"key of {where}")

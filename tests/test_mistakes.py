@@ -56,21 +56,21 @@ accumulated_logits(model, TEXT, right='a')                             | TypeErr
 apply_norm(model, TEXT, logits, 0)                              | TypeError | run_with_cache
 head_scores(model, TEXT, 'induction')                           | TypeError | run_with_cache
 head_scores(model, cache, 'inducton')                           | UnknownNameError | inducton.*induction
-logit_lens(model, cache, top_k='3')                             | ValueError | '3'
+logit_lens(model, cache, top_k='3')                             | TypeError | '3'
 logit_lens(model, cache, top_k=0)                               | ValueError | 0
-apply_norm(model, cache, cache['resid_post', 1], '0')           | ValueError | 0 to 3
+apply_norm(model, cache, cache['resid_post', 1], '0')           | TypeError | 0 to 3
 head_scores(model, cache, np.ones((18, 18)))                    | TypeError | float64 array
 copying_scores(model, cache)                                    | TypeError | fold.*ActivationCache
 interp.residual_stream(cache, 'x')                              | TypeError | windows.*'x'
 singular_tokens(model, 1, 99)                                   | ValueError | head.*99
 singular_tokens(model, 1, 4)                                    | ValueError | head.*3; got 4
-token_directions(model, None)                                   | ValueError | None
+token_directions(model, None)                                   | TypeError | None
 svd_targets(model, TEXT)                                        | TypeError | run_with_cache
 svd_targets(model, cache, which='wvwo')                         | TypeError | which=
 direct_logit_attribution(model, TEXT, right='a')                | TypeError | run_with_cache
 direct_logit_attribution(model, cache, right='not one token')   | ValueError | not one token
 attention_attribution(model, TEXT, (1, 0))                                | TypeError | run_with_cache
-attention_attribution(model, cache, 'a1.h0')                              | ValueError | a1.h0
+attention_attribution(model, cache, 'a1.h0')                              | TypeError | a1.h0
 expert_load(model, TEXT)                                        | TypeError | run_with_cache
 interp.residual_stream(model, TEXT)                             | TypeError | Transformer
 interp.svd_spectra(model)                                           | TypeError | svd_targets
@@ -117,7 +117,7 @@ Pairs(cache, cache, ('a', 'b'))                                 | TypeError | Ac
 node_effects(model, pairs, 3)                                   | TypeError | source.*3
 run_circuit(model, pairs, 3)                                    | TypeError | Circuit.*3
 edge_patching(model, pairs, [3])                                | TypeError | m0->logits.*3
-acdc(model, pairs, '0.1')                                       | ValueError | numbers above 0
+acdc(model, pairs, '0.1')                                       | TypeError | numbers above 0
 circuit_curve(model, pairs, effects, 3)                                 | TypeError | Graph.*Result
 activation_patching(pairs, model, 'z')                          | TypeError | Pairs
 activation_patching(runner, pairs, 'z')                         | TypeError | HookedRunner
@@ -139,8 +139,8 @@ logit_diff(1, 2)(logits[0])                                     | ValueError | 1
 accuracy(1)(TEXT)                                               | TypeError | 'def f
 log_prob(5)(model)                                              | TypeError | Transformer
 logit_diff('a', 'b')(logits)                                    | ValueError | model.to_id
-log_prob(None)                                                  | ValueError | None
-log_prob(1.5)                                                   | ValueError | float
+log_prob(None)                                                  | TypeError | None
+log_prob(1.5)                                                   | TypeError | float
 kl_divergence(TEXT)                                             | TypeError | logits
 Pairs(clean=TEXT, corrupt=TEXT)                                 | TypeError | corrupt=.*corrupted
 Pairs(3, 4, ('a', 'b'))                                         | TypeError | 3
@@ -150,7 +150,7 @@ token_directions(model, 99999)                                  | ValueError | 9
 token_directions(model, TEXT)                                   | ValueError | 18
 composition_scores(model, 'x')                                  | ValueError | 'x'
 ov_circuit(TEXT)                                                | TypeError | 'def f
-repeated_tokens(model, 4)                                       | ValueError | Transformer
+repeated_tokens(model, 4)                                       | TypeError | Transformer
 repeated_tokens(9, 0)                                           | ValueError | 0
 interp.run_with_cache(TEXT, model)                              | TypeError | 'def f
 hooks_name('zzz')                                               | UnknownNameError | zzz
@@ -174,14 +174,14 @@ features.feature_cards(model, sae, [TEXT], [99999])             | ValueError | 9
 features.feature_cards(model, sae, [TEXT], 3)                   | TypeError | 3
 features.feature_cards(model, sae, [TEXT], ['a'])               | ValueError | 'a'
 features.feature_cards(model, 'x', [TEXT], [1])                 | TypeError | 'x'
-sae(TEXT)                                                       | ValueError | 'def f
+sae(TEXT)                                                       | TypeError | 'def f
 sae.encode(cache['resid_post', 2][..., :5])                     | ValueError | 5
-sae.decode(None)                                                | ValueError | 1024.*None
+sae.decode(None)                                                | TypeError | 1024.*None
 sae.decode(eye)                                                 | ValueError | 1024.*3, 3
 load_sae('pydoc-4l/resid_post', devic='cpu')                    | TypeError | devic=
 named_in_splice(model, sae, 'blocks.2.features')                | UnknownNameError | features'; close matches: blocks.2.resid_post.features$
 named_in_splice(model, sae, 'blocks.9.resid_post')              | UnknownNameError | layers 0 to 3; got 9
-features.feature_cards(model, sae, [TEXT], [1], k='3')          | ValueError | '3'
+features.feature_cards(model, sae, [TEXT], [1], k='3')          | TypeError | '3'
 interp.splice(model, sae, error_term=True)                      | TypeError | error_term=
 attribution_graph(model, TEXT, transcoders, targets=3.5)        | TypeError | 3.5
 features.Dictionary.load('folder')                               | AttributeError | load_sae.folder
@@ -194,8 +194,8 @@ models.load(model)                                              | TypeError | lo
 models.load(None)                                               | TypeError | None
 models.load('pydoc-5l')                                         | FileNotFoundError | pydoc-4l
 models.load('')                                                 | FileNotFoundError | ''
-models.load('pydoc-4l', dtype='float16')                        | ValueError | 'float16'
-models.load('pydoc-4l', dtype=np.float32)                       | ValueError | float32
+models.load('pydoc-4l', dtype='float16')                        | TypeError | 'float16'
+models.load('pydoc-4l', dtype=np.float32)                       | TypeError | float32
 models.load('pydoc-4l', device='cudaa')                         | ValueError | cudaa
 models.load('pydoc-4l', device=3.5)                             | TypeError | 3.5
 models.load_tokenizer(model)                                    | TypeError | Transformer
@@ -220,14 +220,14 @@ models.TransformerConfig(n_layer=1)                             | TypeError | n_
 models.TransformerConfig(d_vocab=5)                             | TypeError | vocab_size
 models.TransformerConfig()                                      | TypeError | vocab_size
 models.TrainingConfig(step=3)                                   | TypeError | step=.*steps
-models.next_token_loss(logits, TEXT)                            | ValueError | 'def f
+models.next_token_loss(logits, TEXT)                            | TypeError | 'def f
 models.next_token_loss(TEXT, tokens)                            | TypeError | model.tokens
 models.next_token_loss(logits, tokens[:, :3])                   | ValueError | 1, 3.*1, 18, 103
 models.evaluate(model, TEXT)                                    | TypeError | 'def f.*encode
 models.evaluate(None, tokens)                                   | TypeError | None
 models.train_test_split(None)                                              | TypeError | None
 models.train(model, TEXT, models.TrainingConfig(steps=1))       | TypeError | 'def f.*encode
-models.generate_text(model, TEXT, max_new_tokens=2, stop='zzz') | ValueError | 'zzz'.*
+models.generate_text(model, TEXT, max_new_tokens=2, stop='zzz') | TypeError | 'zzz'.*
 models.Attention(None)                                          | TypeError | TransformerConfig
 models.MLP(3)                                                   | TypeError | TransformerConfig
 models.load('pydoc-4l', devic='cpu')                            | TypeError | devic=.*device
@@ -235,19 +235,19 @@ models.attach(transformers_model, TEXT)                         | TypeError | at
 model(tokens, attention_mask='x')                               | TypeError | 'x'
 model(tokens, attention_mask=np.ones((1, 18)))                  | TypeError | float64 array
 model(tokens, kv_cache=3)                                       | TypeError | KVCache.. makes
-model(np.ones((1, 18)))                                         | ValueError | float64 array .18.
+model(np.ones((1, 18)))                                         | TypeError | float64 array .18.
 model.unembed(tokens)                                           | TypeError | stream .batch, pos, 128
 model.unembed(None)                                             | TypeError | None
 model.to_id(3)                                                  | TypeError | 3
 models.generate_text(model, TEXT, max_new_tokens=2, do_sample=True) | TypeError | do_sample=.*temperature
 models.generate_text(model, TEXT, max_new_tokens=2, temprature=1) | TypeError | temprature=.*temperature
 models.generate(model, TEXT, max_new_tokens=2, do_sample=True)  | TypeError | do_sample=
-models.generate(model, TEXT, max_new_tokens='3')                | ValueError | '3'
+models.generate(model, TEXT, max_new_tokens='3')                | TypeError | '3'
 models.generate('gpt2', TEXT, max_new_tokens=2)                 | TypeError | 'gpt2'
 models.generate_steps(model, TEXT, max_new_tokens=2, do_sample=True)    | TypeError | do_sample=
-models.chat(model, {'role': 'user', 'content': 'hi'})           | ValueError | role
-models.chat(model, 'hi')                                        | ValueError | 'hi'
-models.chat(model, None)                                        | ValueError | None
+models.chat(model, {'role': 'user', 'content': 'hi'})           | TypeError | role
+models.chat(model, 'hi')                                        | TypeError | 'hi'
+models.chat(model, None)                                        | TypeError | None
 models.chat(model, [{'role': 'user'}])                          | ValueError | role
 models.CharTokenizer(3)                                         | TypeError | 3
 model(TEXT, return_type='loss')                                 | TypeError | return_type=
@@ -258,8 +258,8 @@ model.run_with_cache(TEXT)                                      | AttributeError
 model.to_str_tokens(TEXT)                                       | AttributeError | to_pieces
 model.to_pieces(None)                                           | TypeError | whole
 model.to_id('zzzz')                                             | ValueError | zzzz
-model(3)                                                        | ValueError | 3
-model(tokens.float())                                           | ValueError | float32
+model(3)                                                        | TypeError | 3
+model(tokens.float())                                           | TypeError | float32
 HookedRunner('gpt2')                                            | TypeError | models.load.'gpt2'
 HookedRunner(None)                                              | TypeError | None
 HookedRunner(runner)                                            | TypeError | HookedRunner
@@ -306,10 +306,10 @@ runner.add('embed', edits.zero())                               | TypeError | Ho
 runner.hooks('embed', edits.zero())                             | TypeError | HookedRunner.hooks.hooks
 runner.capture(tokens)                                          | TypeError | 'names'
 HookedRunner(transformers_model).run_with_cache(TEXT)           | TypeError | no text.*'def f.*pass tokens
-hooks.position_offset('a')                                      | ValueError | 'a'
-runner.run_with_cache(None)                                     | ValueError | None
-runner.run_with_cache([[1, 'a']])                               | ValueError | 'a'
-runner.run_with_cache(torch.rand(2, 3))                         | ValueError | float32
+hooks.position_offset('a')                                      | TypeError | 'a'
+runner.run_with_cache(None)                                     | TypeError | None
+runner.run_with_cache([[1, 'a']])                               | TypeError | 'a'
+runner.run_with_cache(torch.rand(2, 3))                         | TypeError | float32
 cache['patern', 1]                                              | UnknownNameError | patern.*pattern
 cache['pattern', 9]                                             | UnknownNameError | 0 to 3; got 9
 cache['pattern']                                                | UnknownNameError | blocks.0.attn.pattern
@@ -334,11 +334,11 @@ edits.add([1.0, 2.0])                                           | TypeError | as
 edits.replace(TEXT)                                             | TypeError | 'def f
 edits.mean(cache, across=3)                                     | TypeError | 3
 edits.noise('a')                                                | TypeError | 'a'
-edits.noise(1.0, seed='a')                                      | ValueError | 'a'
+edits.noise(1.0, seed='a')                                      | TypeError | 'a'
 edits.interchange(cache, 'pca')                                 | TypeError | columns.*'pca'
 edits.interchange(cache, np.eye(3))                             | TypeError | float64 array
 edits.mean(cache, attention_mask=np.ones(3))                    | TypeError | float64 array
-edits.resample(cache, 'a')                                      | ValueError | 'a'
+edits.resample(cache, 'a')                                      | TypeError | 'a'
 edits.all_but([1, 2])                                           | TypeError | all_but.7, 9.
 edits.ablate                                                    | AttributeError | no attribute 'ablate'
 edits.project_out(TEXT)                                         | TypeError | 'def f
@@ -346,8 +346,8 @@ store.harvest(model, [TEXT], '*.pattern', 'folder')             | ValueError | p
 store.harvest(model, 'a', 'embed', 'folder')                    | ValueError | 'a'
 store.harvest(TEXT, model, 'embed', 'folder')                   | TypeError | str
 store.harvest(model, [TEXT], 'embed', None)                     | TypeError | None
-store.harvest(model, None, 'embed', 'folder')                   | ValueError | None
-store.harvest(model, [TEXT], 'embed', 'folder', shard=3)        | ValueError | jobs.*got 3
+store.harvest(model, None, 'embed', 'folder')                   | TypeError | None
+store.harvest(model, [TEXT], 'embed', 'folder', shard=3)        | TypeError | jobs.*got 3
 store.harvest(model, [TEXT], 'embed', 'folder', context=128)    | TypeError | context=; use config=HarvestConfig\(context=...\)
 store.harvest(model, [TEXT], 'embed', 'folder', 128)            | TypeError | HarvestConfig.*128
 store.plan(model, [TEXT], 'embed', pos=-1)                      | TypeError | pos=; use config=HarvestConfig\(pos=...\)
@@ -358,7 +358,7 @@ store.harvest(model, [TEXT], 'embed')                           | TypeError | 'o
 store.statistics(model, TEXT, 'embed', reading='induction')     | TypeError | 'induction'.*lambda
 store.statistics(model, TEXT, 'embed', reading=lambda m, c: 3)  | TypeError | Result.*got 3
 store.statistics(model, TEXT, 'embed', reading=lambda c: 3)     | TypeError | model, cache.*\(c\).*head_scores
-store.statistics(model, TEXT, 'embed', top='x')                 | ValueError | 'x'
+store.statistics(model, TEXT, 'embed', top='x')                 | TypeError | 'x'
 store.statistic                                                 | AttributeError | statistics
 store.Activations(None)                                         | TypeError | None
 store.Activations('no_such_folder')                             | FileNotFoundError | no_such_folder
@@ -368,9 +368,9 @@ directions.difference_of_means(model, ([TEXT], [TEXT]), 3)      | TypeError | si
 directions.prob                                                 | AttributeError | probe
 Direction(None)                                                 | TypeError | vectors.*None
 Direction({'embed': np.ones(3)})                                | TypeError | at embed.*array
-effects.interval('a')                                           | ValueError | 'a'
+effects.interval('a')                                           | TypeError | 'a'
 effects.save('')                                                | ValueError | empty
-effects.top('x')                                                | ValueError | 'x'
+effects.top('x')                                                | TypeError | 'x'
 effects.plot('x')                                               | UnknownNameError | x
 effects.save(3)                                                 | TypeError | 3
 effects['layer']                                                | TypeError | values
@@ -398,7 +398,7 @@ edge_attribution(model, pairs, 'eap', steps=5)                   | ValueError | 
 runner.run_with_hooks(TEXT, hooks={('z', 3): edits.zero()})     | TypeError | '..3..z'; got .'z', 3.
 hooks.index_by_axis(None, {'pos': 0}, 'the stream')             | TypeError | axes.*None.*'batch'
 hooks.index_by_axis(('pos',), 0, 'the stream')                  | TypeError | where.*got 0
-models.causal_mask('a')                                         | ValueError | whole number.*'a'
+models.causal_mask('a')                                         | TypeError | whole number.*'a'
 models.causal_mask(-1)                                          | ValueError | -1
 effects.dims                                                    | AttributeError | result.axes
 effects.top(3, abs=True)                                        | TypeError | abs=; places are sorted
@@ -440,7 +440,7 @@ cache[:, -1]                                                    | TypeError | ca
 cache.stack('z', axis=1)                                        | TypeError | axis=; it takes short
 cache.at(layer=2)                                               | UnknownNameError | 'layer': cache
 runner.trace(TEXT)                                              | AttributeError | run_with_hooks
-runner.run_with_cache(t for t in [TEXT])                        | ValueError | generator .write list
+runner.run_with_cache(t for t in [TEXT])                        | TypeError | generator .write list
 runner.run_with_cache([])                                       | ValueError | at least one text; got 0 texts
 runner.run_with_cache([TEXT, ''])                               | ValueError | 2 texts, of which these are empty: .1.
 runner.capture(TEXT, 'embed')                                   | TypeError | names= needs its name
@@ -507,6 +507,55 @@ directions.probe(model, ([TEXT], ['x']), layer=2)               | TypeError | la
 directions.difference_of_means(model, directions.Contrast([TEXT], ['x'], pos='first')) | UnknownNameError | 'first': they have no spans
 directions.steering_curve(model, Direction({'blocks.2.resid_post': torch.ones(128)}), [TEXT], 1.0, log_prob('a')) | TypeError | strengths must be a list of numbers; got 1.0
 store.Activations('notes.json')                                 | FileNotFoundError | no store at .*notes.json
+repeated_tokens(9, 3, seed='a') | TypeError | seed must be a whole number .*'a'
+repeated_tokens(9, 3, seed=2**64) | ValueError | seed must be .*18446744073709551616
+logit_lens(model, cache, lens=5) | TypeError | lens must be a lens; got 5; tuned_lens
+logit_lens(model, cache, targets=[1]) | TypeError | targets must be .*got \[1\]
+interp.full_circuits(model, 0, None) | TypeError | head must be a whole number .*None
+interp.full_circuits(model, 9, 0) | ValueError | layer must be .*to 3; got 9
+cache.stack(None) | TypeError | 'resid_post'; got None
+directions.steering_curve(model, None, [TEXT], [1.0], log_prob('a')) | TypeError | vectors must be a Direction; got None
+features.stability(sae, None) | TypeError | other must be a Dictionary; got None
+features.purity(model, [TEXT], 'blocks.0.mlp.post', pos=[]) | ValueError | pos must select a token of at least one text; got \[\]
+sae.decode(sae.encode(cache['resid_post', 2]), 5) | TypeError | x must be a tensor.*got 5
+Circuit(graph, ['m0->logits'], 'a') | TypeError | scores must be .*'a'
+Circuit(graph, ['m0->logits'], found_on=5) | TypeError | found_on .*got 5; pairs.digests
+directions.probe(model, ([TEXT], ['x']), folds='3') | TypeError | folds must be a whole number .*'3'
+directions.probe(model, ([TEXT], ['x']), folds=1) | ValueError | folds must be .*at least 2; got 1
+directions.probe(model, ([TEXT], ['x']), draws=None) | TypeError | draws must be a whole number .*None
+directions.probe(model, ([TEXT], ['x']), C='3') | TypeError | C must be a number above 0; got '3'
+directions.sparse_probes(model, sae, ([TEXT], ['x']), k=5) | TypeError | k must be a list .*got 5; for example
+directions.Contrast(None, ['x']) | TypeError | yes= must be a list of texts.*None
+directions.Contrast([TEXT], 5) | TypeError | no= must be a list of texts.*5
+positional_scores(model, n_pos='3') | TypeError | n_pos must be a whole number .*'3'
+singular_tokens(model, 1, 0, top='3') | TypeError | top must be a whole number .*'3'
+attribution_graph(model, TEXT, transcoders, desired_prob='3') | TypeError | desired_prob must be a number from 0 to 1; got '3'
+attribution_graph(model, TEXT, transcoders, desired_prob=2.5) | ValueError | desired_prob must be a number from 0 to 1; got 2.5
+attribution_graph(model, TEXT, transcoders, max_features='3') | TypeError | max_features must be a whole number .*'3'
+attribution_graph(model, TEXT, transcoders, max_bytes='3') | TypeError | max_bytes must be a number of bytes; got '3'
+interp.edge_patching(model, pairs, max_bytes='3') | TypeError | max_bytes must be a number of bytes; got '3'
+jacobian_lens(model, [TEXT], skip=0, max_bytes='3') | TypeError | max_bytes must be a number of bytes; got '3'
+tuned_lens(model, [TEXT], learning_rate='3') | TypeError | learning_rate must be a number.*'3'
+activation_patching(model, pairs, layers=2.5) | TypeError | layers must be a number or a list.*2.5
+svd_targets(model, cache, layers=2.5) | TypeError | layers must be a layer or a list.*2.5
+edge_attribution(model, pairs, direction=None) | TypeError | direction must be one of denoising, noising; got None
+node_effects(model, pairs, direction=None) | TypeError | direction must be one of denoising, noising; got None
+run_circuit(model, pairs, ['m0->logits'], direction=None) | TypeError | direction must be one of denoising, noising; got None
+load_sae('pydoc-4l/resid_post', 3) | TypeError | format must be .*got 3
+load_sae('pydoc-4l/resid_post', 'sae_len') | UnknownNameError | 'sae_len'; close matches: sae_lens
+load_sae('pydoc-4l/resid_post', k=3) | ValueError | k must be None for pydoc-4l/resid_post
+store.HarvestConfig(column=3) | TypeError | column must be .*got 3
+store.HarvestConfig(batch=None) | TypeError | batch must be a whole number .*None
+store.statistics(model, TEXT, 'embed', seed='3') | TypeError | seed must be a whole number .*'3'
+interp.splice(model, sae, point=[]) | TypeError | point must be the name of a point; got \[\]
+evaluate_sae(model, sae, [TEXT], reads=[]) | TypeError | reads must be a name.*got \[\]
+models.load('pydoc-4l', ignore=5) | TypeError | ignore must be a list of keys; got 5
+interp.kl_divergence(logits, attention_mask=[1])(logits) | TypeError | attention_mask must be a tensor .*\[1\]
+models.next_token_loss(logits, tokens, [1]) | TypeError | attention_mask must be a tensor .*\[1\]
+interp.max_activating(model, [TEXT], 'blocks.0.mlp.post', neuron=[]) | TypeError | neuron must be a whole number; got \[\]
+runner.run_with_cache(5) | TypeError | texts must be .*got 5
+directions.probe(model, ([TEXT], ['x']), kind=3) | TypeError | kind must be one of logistic, linear; got 3
+effects.top('3') | TypeError | k must be a whole number .*'3'
 """
 LINES = [[part.strip() for part in line.split(" | ")] for line in MISTAKES.strip().splitlines()]
 TEXT = "def f(x): return x"

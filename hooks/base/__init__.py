@@ -56,7 +56,7 @@ from hooks.base.closeness import (
 )
 from hooks.base.damage import damage_of
 from hooks.base.decorators import explains_calls, names_fields, without_gradients
-from hooks.base.draws import generator
+from hooks.base.draws import generator, seeded
 from hooks.base.errors import (
     NEVER_FIRED,
     hub_failure,
@@ -263,6 +263,7 @@ __all__ = [
     "require_rows",
     "requirement",
     "run_rounding",
+    "seeded",
     "shown",
     "shows_progress",
     "sides_of_padding",

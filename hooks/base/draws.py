@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks.base._torch import state_of, unset_fake_temporarily
+from hooks.base.errors import require_integer
 from hooks.base.warning import warn
 
 
@@ -36,6 +37,22 @@ def generator(*key: int | str, device: torch.device | str = "cpu") -> torch.Gene
     words = [part if isinstance(part, str) else index(part) for part in key]
     mixed = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(mixed))
+
+
+def seeded(seed: int) -> torch.Generator:
+    """Return a generator on the CPU for the seed that a user gives.
+
+    Raises:
+        TypeError, ValueError: if the seed is not a whole number of at most 64 bits.
+
+    >>> torch.rand(1, generator=seeded(3)) == torch.rand(1, generator=seeded(3))
+    tensor([True])
+    >>> seeded("3")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    TypeError: seed must be a whole number from ...; got '3'
+    """
+    require_integer("seed", seed, least=-(2**63), most=2**64 - 1)
+    return torch.Generator().manual_seed(int(seed))
 
 
 class Draws:

@@ -169,6 +169,7 @@ def require_choice(name: str, value: object, choices: Collection[Any]) -> None:
 
     Raises:
         ValueError: naming the argument, the choices and the closest choice.
+        TypeError: if the value is no text, and no choice has its class.
 
     >>> require_choice("side", "lft", ("left", "right"))
     Traceback (most recent call last):
@@ -187,26 +188,31 @@ def require_choice(name: str, value: object, choices: Collection[Any]) -> None:
         close = close or difflib.get_close_matches(spelled, texts, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         listed = ", ".join(map(str, choices))
-        raise ValueError(f"{name} must be one of {listed}; got {shown(value)}{hint}")
+        is_of_a_kind = isinstance(value, str) or type(value) in map(type, choices)
+        error = ValueError if is_of_a_kind else TypeError
+        raise error(f"{name} must be one of {listed}; got {shown(value)}{hint}")
 
 
 def require_integer(name: str, value: Any, least: int = 1, most: float = math.inf) -> None:
     """Check that a value is a whole number of Python, NumPy or PyTorch, from `least` to `most`.
 
     Raises:
-        ValueError: naming the argument, the bounds and its value.
+        TypeError: if the value is not a whole number, such as a text or 2.5.
+        ValueError: if the number is outside the bounds. Both errors name the argument, the bounds
+            and the value.
 
     >>> require_integer("k", 0, most=5)
     Traceback (most recent call last):
     ValueError: k must be a whole number from 1 to 5; got 0
     """
     try:
-        fits = not isinstance(value, bool) and least <= operator.index(value) <= most
+        number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        fits = False
-    if not fits:
+        number = None
+    if number is None or not least <= number <= most:
         bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-        raise ValueError(f"{name} must be a whole number {bounds}; got {shown(value)}")
+        error = TypeError if number is None else ValueError
+        raise error(f"{name} must be a whole number {bounds}; got {shown(value)}")
 
 
 def requirement(extra: str) -> str:

@@ -17,12 +17,7 @@ from torch import Tensor
 from hooks.base._torch import FakeTensor
 from hooks.base.errors import SelectionError, unknown_name
 from hooks.base.kinds import require_kind
-from hooks.base.padding_messages import (
-    before_the_text,
-    mask_shape,
-    no_real_token,
-    padding_selected,
-)
+from hooks.base.padding_messages import before_the_text, mask_shape, no_real_token, padding_selected
 from hooks.base.saying import shown
 from hooks.base.transfer import to_device
 
@@ -51,10 +46,13 @@ def real_of(
         name: the name of the mask, for the error.
 
     Raises:
-        ValueError: if the mask has a different shape; the error names the mask.
+        TypeError: if the mask is no tensor.
+        ValueError: if the mask has a different shape. Both errors name the mask.
     """
     if mask is None:
         return torch.ones(*shape, dtype=torch.bool)
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a tensor [batch, pos]; got {shown(mask)}")
     if mask.shape != tuple(shape):
         raise ValueError(mask_shape(name, shape, mask.shape))
     return mask.bool()

@@ -21,6 +21,8 @@ a `Text` is a batch. The output of a tokenizer of `transformers`, a mapping with
 `input_ids` and `attention_mask`, is a batch too. Strings need a model with a tokenizer. A model of
 images or sounds takes numbers [batch, ...]."""
 
+_FORMS = "texts must be a string, a list of tokens, a tensor, or several"
+
 
 def is_integer(value: Any) -> bool:
     """Return whether a value is an integer of Python, NumPy or PyTorch."""
@@ -59,7 +61,7 @@ def is_one_text(texts: Any) -> bool:
     """Return whether texts are one text and not a batch.
 
     Raises:
-        TypeError: if texts are a set or bytes.
+        TypeError: if texts are a set or bytes, or have no length, such as None or a number.
     """
     require_readable(texts)
     if isinstance(texts, Mapping):
@@ -70,8 +72,7 @@ def is_one_text(texts: Any) -> bool:
         return False
     if not hasattr(texts, "__len__"):
         hint = " (write list(texts))" if isinstance(texts, Iterator) else ""
-        rule = "texts must be a string, a list of tokens, a tensor, or several"
-        raise ValueError(f"{rule}; got {shown(texts)}{hint}")
+        raise TypeError(f"{_FORMS}; got {shown(texts)}{hint}")
     return bool(len(texts)) and all(is_integer(token) for token in texts)
 
 
@@ -81,7 +82,7 @@ def each_text(texts: Texts) -> Iterator[Any]:
     If `texts` is an iterator, only one text after the other is read.
 
     Raises:
-        TypeError: if texts, or one of them, are a set or bytes.
+        TypeError: if texts, or one of them, are a set or bytes, or texts are not iterable.
     """
     require_readable(texts)
     if is_columns(texts):
@@ -93,8 +94,7 @@ def each_text(texts: Texts) -> Iterator[Any]:
         yield texts
     else:
         if not isinstance(texts, Iterable):
-            rule = "texts must be a string, a list of tokens, a tensor, or several"
-            raise ValueError(f"{rule}; got {shown(texts)}")
+            raise TypeError(f"{_FORMS}; got {shown(texts)}")
         others = iter(texts)
         first = next(others, None)
         if isinstance(first, int):

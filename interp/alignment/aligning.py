@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.base import progress_bar, shows_progress, without_gradients
+from hooks.base import progress_bar, seeded, shows_progress, without_gradients
 from interp import plots
 from interp.alignment.featurizers import Featurizer, neurons
 from interp.alignment.fitting import Fit
@@ -454,6 +454,6 @@ def _drawn(pairs: Pairs, seed: int) -> Int[Tensor, " pair"]:
     """
     texts = numbered(pairs.digests())
     first_row = {text: row for row, text in reversed([*enumerate(texts)])}
-    order = torch.randperm(len(first_row), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(first_row), generator=seeded(seed))
     donors = torch.tensor([first_row[text] for text in range(len(first_row))])[order]
     return donors[texts]

@@ -15,7 +15,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from hooks.base import Texts, progress_bar, require_integer, shows_progress, without_gradients
+from hooks.base import (
+    Texts,
+    progress_bar,
+    require_integer,
+    require_kind,
+    shows_progress,
+    without_gradients,
+)
 from interp.attribution_graphs import influence
 from interp.attribution_graphs.descent import TARGETS_AT_ONCE, Descent, Targets
 from interp.attribution_graphs.frozen import FrozenRun, require_one_text
@@ -126,6 +133,11 @@ def attribution_graph(
     require_one_text(one_text)
     n_pos = one_text.tokens.shape[1]
     require_integer("pos", pos, least=-n_pos, most=n_pos - 1)
+    require_integer("max_features", max_features, least=0)
+    require_kind("max_bytes", max_bytes, (int, float), "a number of bytes")
+    require_kind("desired_prob", desired_prob, (int, float), "a number from 0 to 1")
+    if not 0 <= desired_prob <= 1:
+        raise ValueError(f"desired_prob must be a number from 0 to 1; got {desired_prob}")
     answers = answers_of_targets(model, one_text, targets, pos=pos)
     if _are_several(answers) and pos != -1:
         raise ValueError(f"pos must be left out if targets are answers; got {pos}")

@@ -7,7 +7,7 @@
 3. `Contrast.kinds` returns the texts of each kind. A store is replaced by its texts of this kind.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks.base import Index, Texts, is_one_text, names_fields, require_integer, shown
+from hooks.base import Index, Texts, is_one_text, names_fields, require_integer, require_kind, shown
 from interp.directions.stored import Labels, StoredTexts, all_of, by_label
 from interp.store import Activations
 
@@ -61,7 +61,7 @@ class Contrast:
     Raises:
         ValueError: if neither `no` nor `labels` are given, if both are given, if only one kind is a
             store, or if `batch` is below 1.
-        TypeError: if `groups` is neither a list nor `"pairs"`.
+        TypeError: if `groups` is neither a list nor `"pairs"`, or if `yes` or `no` are no texts.
 
     >>> from interp.directions import difference_of_means, erasure
     >>> from models import load
@@ -84,6 +84,9 @@ class Contrast:
     def __post_init__(self) -> None:
         require_integer("batch", self.batch)
         self._require_groups()
+        for name, texts in (("yes=", self.yes), ("no=", self.no)):
+            if texts is not None or name == "yes=":
+                require_kind(name, texts, (Activations, Iterable), "a list of texts, or a store")
         if self.labels is not None:
             self._require_one_store()
             return

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hooks.base import require_integer, seeded
 from interp.directions.contrast import Contrast
 from interp.directions.examples import Examples, text_numbers
 
@@ -138,11 +139,14 @@ def split_of(rows: ExampleRows, folds: int, draws: int, seed: int) -> Split:
         seed: the seed.
 
     Raises:
+        TypeError: if a number is not a whole number.
         ValueError: if a fold would have no text of a kind, or fewer than 2 texts.
     """
+    require_integer("folds", folds, least=2)
+    require_integer("draws", draws, least=0)
     kinds = [np.unique(rows.group[rows.label == label]) for label in (0, 1)]
     _require_groups(kinds, folds)
-    draw = torch.Generator().manual_seed(seed)
+    draw = seeded(seed)
     fold_of_group = _folds(kinds, folds, draw)
     fold_of = np.zeros(rows.text.max() + 1, int)
     fold_of[rows.text] = fold_of_group[rows.group]
@@ -176,9 +180,9 @@ def _require_groups(kinds: list[Any], folds: int) -> None:
         folds: the number of folds.
 
     Raises:
-        ValueError: if there are fewer than 2 folds, or more folds than groups of a kind.
+        ValueError: if there are more folds than groups of a kind.
     """
-    if folds < 2 or min(map(len, kinds)) < folds:
+    if min(map(len, kinds)) < folds:
         raise ValueError(
             "folds must be at least 2, and at most the number of different texts, or groups of "
             f"texts, of each kind ({len(kinds[1])} and {len(kinds[0])}); got {folds}"

@@ -41,6 +41,7 @@ from hooks.base import (
     progress_of,
     require_choice,
     require_integer,
+    require_kind,
     require_module,
     requirement,
     shows_progress,
@@ -291,6 +292,7 @@ def probe(
     require_choice("over", over, (None, "pos"))
     if k is not None:
         require_integer("k", k)
+    require_kind("C", C, (int, float), "a number above 0")
     require_module(model)
     contrast = as_contrast(contrast)
     points, batches = labelled_examples(model, contrast, site)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hooks.base import shows_progress, without_gradients
+from hooks.base import require_kind, shows_progress, without_gradients
 from interp import plots
 from interp.directions.contrast import ContrastOrPair
 from interp.directions.probing import Probe, probe
@@ -149,6 +149,7 @@ def sparse_probes(
     >>> result.raw.auroc.mean()
     tensor([1.])
     """
+    require_kind("k", k, Sequence, "a list of numbers of features", "for example [1, 5]")
     if not k:
         raise ValueError(f"k must contain at least one number of features; got {k!r}")
     options: dict[str, Any] = dict(C=C, folds=folds, draws=draws, seed=seed)

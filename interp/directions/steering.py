@@ -24,6 +24,7 @@ from interp.edits import Edit
 from interp.effects.patching import sweep
 from interp.inputs.texts import text_for
 from interp.json_form import form
+from interp.kinds import require_made
 from interp.measuring import Metric
 from interp.metrics import kl_divergence
 from interp.numbers.intervals import interval_text
@@ -213,6 +214,7 @@ def steering_curve(
       1        score +9.874
     """
 
+    require_made("vectors", vectors, Direction)
     require_kind(
         "strengths", strengths, kind=Iterable, words="a list of numbers", call="for example [1.0]"
     )

@@ -120,9 +120,8 @@ def _require_positive(thresholds: Sequence[Any]) -> None:
     """Check that thresholds are one or more numbers above 0."""
     are_numbers = all(isinstance(threshold, int | float) for threshold in thresholds)
     if not thresholds or not are_numbers or min(thresholds) <= 0:
-        raise ValueError(
-            f"thresholds must be numbers above 0, at least one; got {shown(thresholds)}"
-        )
+        error = ValueError if are_numbers else TypeError
+        raise error(f"thresholds must be numbers above 0, at least one; got {shown(thresholds)}")
 
 
 def _tested(

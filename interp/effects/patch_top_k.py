@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hooks.base import is_same_metric, require_integer, shows_progress
+from hooks.base import is_same_metric, require_integer, seeded, shows_progress
 from interp import edits
 from interp.json_form import Table, form
 from interp.pairs.pairs import Pairs, of_pairs
@@ -143,7 +143,7 @@ def patch_top_k(
     order = estimated_sizes.argsort(descending=True, stable=True).tolist()
     n_outside = n_places - k
     n_sampled = min(budget - 2 - k, n_outside)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     sample = torch.randperm(n_outside, generator=generator)[:n_sampled].tolist()
     patched = order[:k] + [order[k + n] for n in sample]
     jobs = sites.edits(partial(edits.replace, sites.values))

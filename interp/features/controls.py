@@ -8,10 +8,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.base import Index, Texts, require_integer, shows_progress, to_device, without_gradients
+from hooks.base import (
+    Index,
+    Texts,
+    require_integer,
+    shown,
+    shows_progress,
+    to_device,
+    without_gradients,
+)
 from interp.features.dictionary import Dictionary
 from interp.inputs.copies import unseen
 from interp.inputs.texts import batches
+from interp.kinds import require_made
 from interp.numbers.ranks import largest_rows
 from interp.protocol import runner_of
 
@@ -40,6 +49,8 @@ def stability(one: Dictionary, other: Dictionary) -> Float[Tensor, " feature"]:
     >>> stability(Dictionary(eye, eye, zero, zero, nn.ReLU()), turned)
     tensor([0.7071, 1.0000])
     """
+    require_made("one", one, Dictionary)
+    require_made("other", other, Dictionary)
     if one.d_out != other.d_out:
         raise ValueError(
             "both dictionaries must write vectors of the same size; "
@@ -111,6 +122,8 @@ def purity(
         read_tokens = torch.cat([tokens.to(read_tokens), read_tokens])
         best = largest_rows(rows, k)
         values, tokens = rows.gather(0, best), read_tokens.gather(0, best)
+    if not len(tokens):
+        raise ValueError(f"pos must select a token of at least one text; got {shown(pos)}")
     share = (tokens == tokens.mode(0).values).float().mean(0)
     is_known = (values > 0).all(0) & (len(values) == k)
     return share.where(is_known, torch.nan)

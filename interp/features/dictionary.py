@@ -195,11 +195,13 @@ class Dictionary(plots.Shown, nn.Module, metaclass=HintedClass):
         """Return the pre-activations of each row, the input of the nonlinearity.
 
         Raises:
-            ValueError: if `x` is no tensor [..., d_in].
+            TypeError: if `x` is no tensor.
+            ValueError: if its last axis is not d_in.
         """
         if not isinstance(x, Tensor) or x.shape[-1:] != (self.d_in,):
             reads = f"cache[{self.reads!r}]" if self.reads else "a value of a cache"
-            raise ValueError(
+            error = ValueError if isinstance(x, Tensor) else TypeError
+            raise error(
                 f"a dictionary must read a tensor [..., {self.d_in}], such as {reads}; got "
                 f"{shown(x)}"
             )
@@ -235,11 +237,14 @@ class Dictionary(plots.Shown, nn.Module, metaclass=HintedClass):
                 a skip connection.
 
         Raises:
-            ValueError: if `x` is needed and missing.
+            TypeError: if the features or `x` are no tensor.
+            ValueError: if `x` is needed and missing, or the features have another size.
         """
         n_features = len(self.W_dec)
+        require_kind("x", x, (Tensor, type(None)), "a tensor, the input of the dictionary")
         if not isinstance(features, Tensor) or features.shape[-1:] != (n_features,):
-            raise ValueError(
+            error = ValueError if isinstance(features, Tensor) else TypeError
+            raise error(
                 f"decode needs a tensor [..., {n_features}], as encode returns it; "
                 f"got {shown(features)}"
             )

@@ -193,7 +193,7 @@ def load_crosscoder(
       (activation): ReLU()
     )
     """
-    _require_arguments(path, dtype)
+    _require_arguments(path, format, dtype)
     name, read, source = _recognised(_local(path), format, CROSSCODERS)
     settings = _settings({"names": names, "point": point}, read, name)
     with storage.one_error(source):
@@ -218,8 +218,11 @@ def load_any(
             Default: no settings.
         kind: `Dictionary` or `Transcoders`, the only class to load. Default: both.
     """
-    _require_arguments(path, dtype)
+    _require_arguments(path, format, dtype)
+    if format not in ("auto", *FORMS):
+        raise unknown_name(format, FORMS, "format of dictionaries")
     if str(path) in NAMES and not Path(path).exists():
+        _settings(settings or {}, bundled, str(path))
         ours = bundled(str(path))
         _require_kind_of_files(path, isinstance(ours, Transcoders), kind)
         return ours.to(dtype)
@@ -241,11 +244,12 @@ def load_any(
     return loaded
 
 
-def _require_arguments(path: object, dtype: object) -> None:
-    """Check the types of a path and of a dtype, before a download.
+def _require_arguments(path: object, format: object, dtype: object) -> None:
+    """Check the types of a path, of the name of a format and of a dtype, before a download.
 
     Raises:
-        TypeError: if the path is not a name or a path, or the dtype is not a dtype.
+        TypeError: if the path is not a name or a path, the format is not a text, or the dtype is
+            not a dtype.
         FileNotFoundError: if the path is empty.
     """
     require_kind(
@@ -255,6 +259,7 @@ def _require_arguments(path: object, dtype: object) -> None:
         words="a path or a name",
         call="'pydoc-4l/resid_post' is one",
     )
+    require_kind("format", format, kind=str, words="the name of a format")
     require_kind(
         "dtype",
         dtype,
@@ -287,7 +292,7 @@ def _settings(settings: Mapping[str, Any], read: Callable[..., Any], name: str) 
     options = {key: value for key, value in settings.items() if value is not None}
     if idle := sorted(options.keys() - inspect.signature(read).parameters):
         raise ValueError(
-            f"{', '.join(idle)} must be None for files of {name}, which contain all settings"
+            f"{', '.join(idle)} must be None for {name}, whose files contain all settings"
         )
     return options
 

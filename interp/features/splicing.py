@@ -270,6 +270,7 @@ def placed(
         runner: the runner of the model.
         dictionaries, error, reads: see `splice`, which also lists the errors and warnings.
     """
+    require_kind("reads", reads, (str, Mapping, type(None)), "a name, or a mapping of names")
     parts: dict[str, SplicedDictionary] = {}
     for name, dictionary in _by_point(dictionaries).items():
         target = _point(runner, name, "point")
@@ -295,6 +296,7 @@ def _by_point(dictionaries: Dictionaries, point: str | None = None) -> Mapping[s
         ValueError: if the point of a single dictionary is unknown, or if `point` is given for
             several dictionaries.
     """
+    require_kind("point", point, (str, type(None)), "the name of a point")
     if isinstance(dictionaries, Crosscoder):
         raise _no_dictionary("dictionaries", dictionaries)
     if isinstance(dictionaries, nn.Module) and not isinstance(dictionaries, Mapping):

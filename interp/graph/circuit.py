@@ -15,6 +15,7 @@ from hooks.base import (
     aligned_rows,
     number_of,
     require_integer,
+    require_kind,
     shown,
     storage,
     unknown_name,
@@ -100,6 +101,8 @@ class Circuit(plots.Shown):
                 "graph.writers and a column for each of graph.readers"
             )
             raise TypeError(f"{rule}; got {shown(edges)}")
+        require_kind("scores", scores, (Tensor, type(None)), "a table of scores of edges")
+        require_kind("found_on", found_on, Iterable, "hashes of texts", "pairs.digests() has them")
         self.graph = graph
         self.found_on = frozenset(found_on)
         self.n_left_out = 0

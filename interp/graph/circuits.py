@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from hooks.base import seeded
 from interp.graph.circuit import Circuit, feeding, largest
 from interp.graph.graph import Graph
 from interp.kinds import require_made
@@ -167,7 +168,7 @@ def random(graph: Graph, n: int, seed: int = 0) -> Circuit:
     ['input->m3', 'm0->a1.h1<q>', 'm0->a1.h2<k>']
     """
     require_made("graph", graph, Graph)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     random_numbers = torch.rand(graph.allowed.shape, generator=generator)
     return Circuit(graph, largest(random_numbers, n, graph))
 

@@ -10,13 +10,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from hooks.base import (
-    Selection,
-    at_least_float32,
-    columns_of_last,
-    shown,
-    to_device,
-)
+from hooks.base import Selection, at_least_float32, columns_of_last, shown, to_device
 
 Tokens = int | str | Sequence[int] | Sequence[str] | Int[Tensor, "..."]
 """One token or position for all examples, or one for each.
@@ -133,20 +127,18 @@ def tokens_of(tokens: SeveralTokens, most: int = 1) -> Int[Tensor, "..."]:
         most: the largest number of axes.
 
     Raises:
-        ValueError: if the tokens are not integers, if they are negative, or if they have too many
-            axes.
+        TypeError: if the tokens are not integers.
+        ValueError: if there is no token, if a token is negative, or if they have too many axes.
     """
+    rule = "tokens must be one integer, or one for each example"
     try:
         ids = torch.as_tensor(tokens, device="cpu")
     except (RuntimeError, TypeError, ValueError):
-        raise ValueError(
-            f"tokens must be one integer, or one for each example; got {shown(tokens)}"
-        ) from None
-    if ids.is_floating_point() or ids.dtype == torch.bool or ids.ndim > most or not ids.numel():
-        raise ValueError(
-            "tokens must be one integer, or one for each example; "
-            f"got {ids.dtype} {list(ids.shape)}"
-        )
+        raise TypeError(f"{rule}; got {shown(tokens)}") from None
+    if ids.numel() and (ids.is_floating_point() or ids.dtype == torch.bool):
+        raise TypeError(f"{rule}; got {ids.dtype} {list(ids.shape)}")
+    if ids.ndim > most or not ids.numel():
+        raise ValueError(f"{rule}; got {ids.dtype} {list(ids.shape)}")
     if int(ids.min()) < 0:
         raise ValueError(f"tokens must be at least 0; got {int(ids.min())}")
     return ids.long()

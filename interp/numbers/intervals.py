@@ -102,7 +102,8 @@ def interval(
         on this side.
 
     Raises:
-        ValueError: if confidence is not between 0 and 1.
+        TypeError: if confidence is not a number.
+        ValueError: if it is not between 0 and 1.
     """
     _checked(confidence)
     x, weight, of_residual = _by_text(values, groups)
@@ -194,7 +195,8 @@ def share_interval(
         confidence, groups: see `interval`.
 
     Raises:
-        ValueError: if confidence is not between 0 and 1.
+        TypeError: if confidence is not a number.
+        ValueError: if it is not between 0 and 1.
 
     >>> share_interval(torch.tensor([[1.0, 1.0, 1.0, 0.0]]), (0.0, 1.0)).low.round(decimals=4)
     tensor([0.3006], dtype=torch.float64)
@@ -242,7 +244,8 @@ def auroc_interval(
         confidence: the share of intervals that contain the true mean, between 0 and 1.
 
     Raises:
-        ValueError: if confidence is not between 0 and 1.
+        TypeError: if confidence is not a number.
+        ValueError: if it is not between 0 and 1.
     """
     a, b = counts
     k = values.shape[1]
@@ -282,8 +285,11 @@ def _normal(confidence: float) -> float:
 
 def _checked(confidence: float) -> float:
     """Return the confidence, or raise an error if it is not between 0 and 1."""
-    if not isinstance(confidence, int | float) or not 0 < confidence < 1:
-        raise ValueError(f"confidence must be between 0 and 1; got {shown(confidence)}")
+    rule = "confidence must be a number between 0 and 1"
+    if isinstance(confidence, bool) or not isinstance(confidence, int | float):
+        raise TypeError(f"{rule}; got {shown(confidence)}")
+    if not 0 < confidence < 1:
+        raise ValueError(f"{rule}; got {confidence}")
     return confidence
 
 

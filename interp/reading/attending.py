@@ -27,6 +27,7 @@ from hooks import ActivationCache, CacheError
 from hooks.base import (
     Index,
     Selection,
+    is_integer,
     is_rounding,
     require_integer,
     shown,
@@ -261,12 +262,15 @@ def checked_head(graph: Graph, head: tuple[int, int]) -> tuple[int, int]:
         head: the layer and the number of the head.
 
     Raises:
+        TypeError: if the head is not two whole numbers.
         ValueError: if the head does not exist.
     """
-    layer, number = head if isinstance(head, Sequence) and len(head) == 2 else (-1, -1)
+    is_pair = isinstance(head, tuple | list) and len(head) == 2 and all(map(is_integer, head))
+    layer, number = head if is_pair else (-1, -1)
     sizes = [block.n_heads for block in graph.layers]
     if not (0 <= layer < len(sizes) and 0 <= number < sizes[layer]):
-        raise ValueError(
+        error = ValueError if is_pair else TypeError
+        raise error(
             f"head must be (layer, head), of {len(sizes)} layers with {max(sizes)} heads; got "
             f"{head}"
         )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hooks import ActivationCache
 from hooks.base import (
     at_least_float32,
+    is_integer,
     require_integer,
     require_kind,
     to_device,
@@ -213,7 +214,8 @@ def apply_norm(
         ]
         if not norms:
             what = ", of blocks with an MLP" * mlp
-            raise ValueError(f"layer must be 0 to {len(blocks) - 1}{what}; got {layer}")
+            error = ValueError if is_integer(layer) else TypeError
+            raise error(f"layer must be 0 to {len(blocks) - 1}{what}; got {layer}")
         norm = norms[0]
     if values.shape[-3:] != stream.shape:
         raise ValueError(

@@ -19,6 +19,7 @@ from hooks.base import (
     real_positions,
     require_integer,
     require_kind,
+    seeded,
     shows_progress,
     stacked,
     unknown_name,
@@ -267,7 +268,7 @@ def repeated_tokens(
     require_integer("period", period)
     require_integer("batch", batch)
     require_integer("copies", copies)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     return torch.randint(vocab_size, (batch, period), generator=generator).repeat(1, copies)
 
 

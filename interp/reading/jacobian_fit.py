@@ -24,6 +24,7 @@ from hooks.base import (
     config_hash,
     peak_bytes,
     require_integer,
+    require_kind,
     shows_progress,
     stacked,
 )
@@ -81,6 +82,7 @@ def jacobian_lens(
     JacobianLens [layer 2, d_model 4], mean of 2 texts, standard error 0.0094 to 0.015 of a matrix
     """
     require_integer("skip", skip, 0)
+    require_kind("max_bytes", max_bytes, (int, float), "a number of bytes")
     runner, names = for_fit(model)
     total = torch.zeros(())
     squares = torch.zeros(())

@@ -15,6 +15,7 @@ from hooks.base import (
     at_least_float32,
     progress_of,
     require_integer,
+    require_kind,
     shows_progress,
     stacked,
     to_device,
@@ -191,6 +192,8 @@ def logit_lens(
     require_cache(cache)
     cache.require_weights_of(model)
     if lens is not None:
+        hint = "tuned_lens and jacobian_lens give one"
+        require_kind("lens", lens, AffineLens, "a lens", hint)
         lens.check(model)
     streams = _streams(cache)
     shape = streams.shape[1:3]
@@ -262,8 +265,10 @@ def _require_targets(targets: Int[Tensor, "*axes"], shape: torch.Size, vocab: in
     """Check that targets are tokens of the model, one for each position.
 
     Raises:
+        TypeError: if they are no tensor.
         ValueError: if they do not have the cache's shape, or a target is not in the vocabulary.
     """
+    require_kind("targets", targets, Tensor, "a text of one token, or a tensor [batch, pos]")
     if targets.shape != shape:
         raise ValueError(
             f"targets must have the cache's shape, {list(shape)}; got {list(targets.shape)}"

@@ -12,8 +12,10 @@ from hooks.base import (
     Index,
     Texts,
     at_least_float32,
+    is_integer,
     number_of,
     require_integer,
+    shown,
     shows_progress,
     to_device,
     without_gradients,
@@ -55,10 +57,10 @@ class Activation(NamedTuple):
 
         Characters that cannot be printed are escaped.
         """
-        shown = [*map(str, self.tokens)] if self.pieces is None else [*self.pieces]
-        shown[self.pos] = f"«{shown[self.pos]}»"
+        words = [*map(str, self.tokens)] if self.pieces is None else [*self.pieces]
+        words[self.pos] = f"«{words[self.pos]}»"
         joined = (" " if self.pieces is None else "").join(
-            shown[max(0, self.pos - 20) : self.pos + 6]
+            words[max(0, self.pos - 20) : self.pos + 6]
         )
         return repr(joined)
 
@@ -160,6 +162,9 @@ def max_activating(
     require_integer("k", k)
     runner = runner_of(model)
     chosen = {"head": head, "neuron": neuron, "feature": feature}
+    for name, index in chosen.items():
+        if index is not None and not is_integer(index):
+            raise TypeError(f"{name} must be a whole number; got {shown(index)}")
     largest = TopActivations()
     for first, text in batches(texts, model, batch):
         cache = runner.capture(text.tokens, names=point, **text.arguments(model))

@@ -28,6 +28,8 @@ from hooks.base import (
     number_of,
     progress_of,
     require_integer,
+    require_kind,
+    seeded,
     shows_progress,
     stacked,
     storage,
@@ -180,6 +182,7 @@ def tuned_lens(
         at_once = 1024 if isinstance(texts, Stored) else 8
     require_integer("steps", steps)
     require_integer("batch", at_once)
+    require_kind("learning_rate", learning_rate, (int, float, type(None)), "a number or None")
     language = of(model, "unembed", "config")
     vocab = n_logits(model)
     size = language.config.d_model
@@ -262,6 +265,6 @@ def _order(count: int, seed: int) -> Iterator[int]:
     """Yield all numbers below `count` in random order, and then again in another order, without
     end.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     while True:
         yield from torch.randperm(count, generator=generator).tolist()

@@ -29,6 +29,7 @@ from hooks.base import (
     mark_padding,
     padding_messages,
     progress_of,
+    require_choice,
     require_kind,
     shown,
     sides_of_padding,
@@ -152,6 +153,7 @@ class MaskedRuns:
         self.graph = graph
         self._model = graph.model
         model = graph.runner().model
+        require_choice("direction", direction, ("denoising", "noising"))
         self.runs = Runs(model, pairs, direction=direction, max_bytes=max_bytes)
         self._text = self.runs.text
         self._source = self._checked(source)

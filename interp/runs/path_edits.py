@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hooks.base import Texts, all_to_device, progress_of, to_device
+from hooks.base import Texts, all_to_device, progress_of, require_kind, to_device
 from hooks.shared import Session
 from interp import edits
 from interp.graph.graph import Graph
@@ -67,6 +67,7 @@ class PathEdits:
         max_bytes: int,
         source: Source | None = None,
     ) -> None:
+        require_kind("max_bytes", max_bytes, (int, float), "a number of bytes")
         self.graph = graph
         self.model = graph.model
         model = graph.runner().model

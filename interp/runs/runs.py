@@ -37,7 +37,11 @@ def require_no_direction(source: Source | None, direction: str, default: str) ->
         source: the model whose values are read, if any.
         direction: the direction of patching.
         default: the default direction of the analysis.
+
+    Raises:
+        ValueError: if the direction is unknown, or is not the default although there is a source.
     """
+    require_choice("direction", direction, ("denoising", "noising"))
     if source is not None and direction != default:
         raise ValueError(
             "direction must be left out with source=, because both models run the clean texts; got "

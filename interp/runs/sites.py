@@ -17,7 +17,7 @@ tokens:
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -387,6 +387,7 @@ def _some(what: str, known: Mapping[int, T], selected: Some) -> dict[int, T]:
     if selected is None:
         return dict(known)
     keys = [selected] if isinstance(selected, int) else selected
+    require_kind(what, keys, Collection, "a number or a list of numbers")
     if isinstance(keys, str) or not keys or not known.keys() >= set(keys):
         raise ValueError(
             f"{what} must be among {[*known]}, or left out for all; got {shown(selected)}"

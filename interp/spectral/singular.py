@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hooks.base import explains_calls, require_integer, require_kind
+from hooks.base import explains_calls, require_integer, require_kind, seeded
 from interp.json_form import Table, form
 from interp.numbers.precision import finite
 
@@ -187,7 +187,7 @@ def randomized_svd(
     size = k + oversample
     if size >= min(float64.shape[-2:]):
         return svd(matrices, name).top(k)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     start = torch.randn(float64.shape[-1], size, generator=generator, dtype=torch.float64)
     basis = torch.linalg.qr(float64 @ start.to(float64.device)).Q
     for _ in range(iterations):

@@ -1,6 +1,6 @@
 """The targets of SVD analyses: attention scores, OV circuits, and the outputs of heads."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -154,6 +154,7 @@ def svd_targets(model: nn.Module, cache: ActivationCache, layers: Some = None) -
     require_cache(cache, model)
     names = _names(cache, ("scores", "pattern", "v"), 'mode="svd_targets"')
     wanted = names if layers is None else layers
+    require_kind("layers", wanted, (int, Iterable), "a layer or a list of layers")
     chosen = [wanted] if isinstance(wanted, int) else [*wanted]
     if not chosen or not set(chosen) <= set(names):
         raise ValueError(f"layers must be one or more of {[*names]}; got {chosen}")

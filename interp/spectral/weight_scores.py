@@ -13,6 +13,7 @@ from hooks.base import (
     at_least_float32,
     require_choice,
     require_integer,
+    seeded,
     to_device,
     without_gradients,
 )
@@ -84,7 +85,7 @@ def composition_scores(
         for head in range(n_heads):
             products = sources[layer, head] @ readers[layer + 1 :].mT
             scores[layer, head, layer + 1 :, :, 0] = torch.linalg.matrix_norm(products)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     shapes = (first[0, 0].left.shape, first[0, 0].right.shape)
     left, right = (torch.randn(2, draws, *shape, generator=generator) for shape in shapes)
     first_rows, later_rows = _normed_rows(FactoredMatrix(left, right))
@@ -186,6 +187,7 @@ def positional_scores(model: nn.Module, back: int = 1, n_pos: int = 64) -> Resul
     >>> positional_scores(model).top(1)
     layer 0, head 3  +0.4135
     """
+    require_integer("n_pos", n_pos)
     require_integer("back", back, least=0, most=n_pos - 1)
     runner = runner_of(model)
     mean = FoldedWeights(model, False, "W_E").embedding().mean(0)

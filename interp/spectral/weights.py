@@ -126,6 +126,9 @@ def full_circuits(
     FactoredMatrix [103, 103], inner 32, torch.float32
     """
     folded = FoldedWeights(model, fold, "W_E", "W_Q", "W_K", "W_V", "W_O", "W_U")
+    config = folded.model.config
+    require_integer("layer", layer, least=-config.n_layers, most=config.n_layers - 1)
+    require_integer("head", head, least=-config.n_heads, most=config.n_heads - 1)
     queries, keys = folded.queries_and_keys(distance)
     at = (layer, head)
     embedding = folded.embedding()
@@ -344,7 +347,12 @@ def _require_head(head: int | None, circuit: str, n_heads: int) -> None:
 def _ends(
     scores: Float[Tensor, "k entry"], top: int
 ) -> tuple[Int[Tensor, "k end top"], Float[Tensor, "k end top"]]:
-    """Return the tokens with the largest and with the smallest scores, and these scores."""
+    """Return the tokens with the largest and with the smallest scores, and these scores.
+
+    Raises:
+        TypeError, ValueError: if `top` is not a whole number of at least 1.
+    """
+    require_integer("top", top)
     top = min(top, scores.shape[-1])
     largest = scores.topk(top)
     smallest = scores.topk(top, largest=False)

@@ -20,6 +20,7 @@ from hooks.base import (
     places_inside,
     require_choice,
     require_integer,
+    require_kind,
     shown,
     to_device,
     weights_hash,
@@ -90,9 +91,11 @@ class HarvestConfig:
             )
         if self.dtype and not (self.dtype.is_floating_point and self.dtype.itemsize > 1):
             raise ValueError(f"dtype must be a float of 16 bits or more; got {self.dtype}")
-        sizes = {"batch": self.batch, "per_file": self.per_file, "context": self.context}
-        for name, size in sizes.items():
-            require_integer(name, 1 if size is None else size)
+        require_integer("batch", self.batch)
+        require_integer("per_file", self.per_file)
+        if self.context is not None:
+            require_integer("context", self.context)
+        require_kind("column", self.column, (str, type(None)), "the name of a column, or None")
         if not isinstance(self.without, Sequence) or not all(
             isinstance(token, SupportsIndex) for token in self.without
         ):

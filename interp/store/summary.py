@@ -103,6 +103,7 @@ class Statistics:
         """
         require_integer("top", top, least=0)
         require_integer("sample", sample, least=0)
+        require_integer("seed", seed, least=-(2**63), most=2**64 - 1)
         if not len(values):
             raise ValueError("statistics need at least one row; got none")
         exact = (

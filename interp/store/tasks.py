@@ -94,13 +94,15 @@ def require_shard(shard: Any, form: str) -> tuple[int, int]:
         form: their names, for the error.
 
     Raises:
-        ValueError: if they are not two integers, or the first is too large.
+        TypeError: if they are not two integers.
+        ValueError: if the first is negative or too large.
     """
     is_pair = isinstance(shard, tuple | list) and [*map(type, shard)] == [int, int]
     number, n_shards = shard if is_pair else (0, 0)
     if not 0 <= number < n_shards:
         first, last = form.split(", ")
-        raise ValueError(
+        error = ValueError if is_pair else TypeError
+        raise error(
             f"shard must be two integers ({form}) with 0 <= {first} < {last}; got {shown(shard)}"
         )
     return number, n_shards

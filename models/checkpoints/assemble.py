@@ -123,9 +123,11 @@ def assemble(
     Raises:
         ValueError: if keys are missing or unexpected (the error lists all of them), if a tensor has
             a wrong shape or an unsupported dtype, or if `dtype` is unsupported.
+        TypeError: if `dtype` is no dtype.
     """
     if dtype not in (None, *DTYPES):
-        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {shown(dtype)}")
+        error = ValueError if isinstance(dtype, torch.dtype) else TypeError
+        raise error(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {shown(dtype)}")
     keys = set(filterfalse(ignored, reader.keys))
     # Check this first: a config with a huge number of layers would take all memory below.
     if config.n_layers > len(keys):

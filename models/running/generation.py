@@ -448,12 +448,12 @@ def _as_stops(stop: Any) -> list[int]:
     """Return the numbers of the tokens that end a text.
 
     Raises:
-        ValueError: if a token is not a number, such as a string.
+        TypeError: if a token is not a number, such as a string.
     """
     listed = [*stop] if isinstance(stop, Iterable) and not isinstance(stop, str) else [stop]
     if not all(map(is_integer, listed)):
         rule = "stop must be the number of a token, such as model.to_id('.'), or several numbers"
-        raise ValueError(f"{rule}; got {shown(stop)}")
+        raise TypeError(f"{rule}; got {shown(stop)}")
     return [index(token) for token in listed]
 
 

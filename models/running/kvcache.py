@@ -44,7 +44,8 @@ class KVCache:
             its end are not padding.
 
     Raises:
-        ValueError: if `max_context` is not a whole number of at least 1.
+        TypeError: if `max_context` is not a whole number.
+        ValueError: if it is below 1.
 
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=1, d_model=4)

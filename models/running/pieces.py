@@ -120,7 +120,8 @@ def in_pieces(blocks: Iterable[nn.Module], n_positions: int, divide: Divide) -> 
         divide: the function that divides the calls of these blocks.
 
     Raises:
-        ValueError: if `n_positions` is not a whole number of at least 1.
+        TypeError: if `n_positions` is not a whole number.
+        ValueError: if it is below 1.
     """
     require_integer("n_positions", n_positions)
     changed: list[PieceByPiece] = []

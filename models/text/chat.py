@@ -69,20 +69,21 @@ def _as_chats(messages: Any) -> Sequence[Messages]:
     """Return the messages of one chat, or of several, as a list of chats.
 
     Raises:
-        ValueError: if they are not messages, or a message has no role or no content.
+        TypeError: if they are not messages.
+        ValueError: if a message has no role or no content.
     """
     rule = (
         "messages must be a list of messages, such as [{'role': 'user', 'content': 'hi'}], or a "
         "list of chats"
     )
     if not _is_list(messages):
-        raise ValueError(f"{rule}; got {messages!r:.80}")
+        raise TypeError(f"{rule}; got {messages!r:.80}")
     chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
     if not all(map(_is_list, chats)):
-        raise ValueError(f"{rule}; got {messages!r:.80}")
+        raise TypeError(f"{rule}; got {messages!r:.80}")
     for message in chain(*chats):
         if not isinstance(message, Mapping):
-            raise ValueError(f"{rule}; got the message {message!r:.80}")
+            raise TypeError(f"{rule}; got the message {message!r:.80}")
         if not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise ValueError(
                 f"a message must have a role and a content that are strings; got {message!r:.80}"

@@ -305,12 +305,11 @@ def _integers(tokens: Any) -> list[int]:
     """Return tokens as a list of Python integers.
 
     Raises:
-        ValueError: if they are not integers.
-        TypeError: if they are a set or bytes.
+        TypeError: if they are not integers, or are a set or bytes.
     """
     require_readable(tokens)
     # This also converts arrays of NumPy.
     listed = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     if not isinstance(listed, Sequence) or not all(map(is_integer, listed)):
-        raise ValueError(f"a text must be a string or a list of integers; got {shown(tokens)}")
+        raise TypeError(f"a text must be a string or a list of integers; got {shown(tokens)}")
     return [*map(index, listed)]

@@ -195,9 +195,10 @@ def next_token_loss(
         of the logits.
 
     Raises:
-        ValueError: if the tokens are strings or are not integers [batch, pos], if the logits or the
-            mask have another shape, or if a mask is given twice.
-        TypeError: if the logits are no tensor.
+        TypeError: if the tokens are strings or are not integers, or if the logits or the mask are
+            no tensor.
+        ValueError: if the tokens have other axes than [batch, pos], if the logits or the mask have
+            another shape, or if a mask is given twice.
 
     >>> logits = torch.zeros(1, 3, 8)  # eight tokens, equally likely
     >>> next_token_loss(logits, torch.tensor([[5, 0, 7]])).exp()
@@ -238,12 +239,13 @@ def _text_read(tokens: Texts) -> Text:
     """Return the texts whose positions the logits have, from tokens in any form.
 
     Raises:
-        ValueError: if they are strings or are not integers [batch, pos].
+        TypeError: if they are strings, or are not integers.
+        ValueError: if they have other axes than [batch, pos].
     """
     if isinstance(tokens, str | list | tuple):
         rows = [*each_text(tokens)]
         if any(isinstance(row, str) for row in rows):
-            raise ValueError(
+            raise TypeError(
                 f"tokens must be integers, because next_token_loss has no tokenizer; got "
                 f"{shown(tokens)}: write next_token_loss(logits, model.to_tokens(text)), or "
                 "attached.to_tokens(text) after attached = attach(model)"

@@ -555,7 +555,6 @@ def test_texts_are_read_like_answers_only_at_the_last_position():
     ("make", "match"),
     [
         (lambda x: log_prob(-1), "-1"),
-        (lambda x: log_prob(2.5), "float"),
         (lambda x: log_prob([[1, 2]]), r"\[1, 2\]"),
         (lambda x: log_prob(1, pos=[-1, 0, 2]), "negative"),
         (lambda x: log_prob(VOCAB)(x), r"11\); got 11"),
@@ -597,6 +596,7 @@ def test_metrics_that_make_no_sense(logits, make, match):
     "make",
     [
         lambda x: measure("logit_diff", x),
+        lambda x: log_prob(2.5),
         lambda x: log_prob(3, pos=True),
         lambda x: log_prob(3, pos=slice(2)),
         lambda x: log_prob(3, pos=[True, False, True]),

@@ -82,22 +82,22 @@ def test_a_token_outside_the_vocabulary_is_named(model, tokens, at, value, match
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
-    ("wrong", "match"),
+    ("wrong", "error", "match"),
     [
-        (torch.zeros(5).long(), r"\[5\]"),
-        (torch.zeros(1, 2, 5).long(), r"\[1, 2, 5\]"),
-        (torch.zeros(2, 5), "float32"),
-        (torch.zeros(2, 5).bool(), "bool"),
-        ([[1, 2]], "list"),
-        (torch.zeros(1, 18).long(), "17; got 18"),
+        (torch.zeros(5).long(), ValueError, r"\[5\]"),
+        (torch.zeros(1, 2, 5).long(), ValueError, r"\[1, 2, 5\]"),
+        (torch.zeros(2, 5), TypeError, "float32"),
+        (torch.zeros(2, 5).bool(), TypeError, "bool"),
+        ([[1, 2]], TypeError, "list"),
+        (torch.zeros(1, 18).long(), ValueError, "17; got 18"),
     ],
 )
-def test_tokens_are_a_batch_of_integers_that_fits_the_context(model, wrong, match):
-    with pytest.raises(ValueError, match=match):
+def test_tokens_are_a_batch_of_integers_that_fits_the_context(model, wrong, error, match):
+    with pytest.raises(error, match=match):
         model.context(wrong)
     # A model reads a list or a vector as texts.
     if not isinstance(wrong, list) and wrong.ndim > 1:
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises(error, match=match):
             model(wrong)
 
 

@@ -230,7 +230,10 @@ def whole_of(name: str, value: Any) -> int:
         value = value.item()
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    require_integer(name, value)
+    try:
+        require_integer(name, value)
+    except TypeError as error:
+        raise ValueError(*error.args) from None
     return int(value)
 
 

@@ -464,13 +464,13 @@ def test_shards_are_joined_by_a_later_call(model, tmp_path):
     over(out=tmp_path, shard=(2, 3))
     require_equal(over(out=tmp_path), whole)
     wrong = (
-        ((3, 3), "0 <= rank"),
-        (3, "got 3"),
-        (("0", "2"), "two integers"),
-        ((0, 5), "got 4 parts"),
+        ((3, 3), ValueError, "0 <= rank"),
+        (3, TypeError, "got 3"),
+        (("0", "2"), TypeError, "two integers"),
+        ((0, 5), ValueError, "got 4 parts"),
     )
-    for shard, message in wrong:
-        with pytest.raises(ValueError, match=message):
+    for shard, error, message in wrong:
+        with pytest.raises(error, match=message):
             over(out=tmp_path, shard=shard)
     with pytest.raises(ValueError, match="shard needs out="):
         over(shard=(0, 2))

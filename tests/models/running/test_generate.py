@@ -128,7 +128,7 @@ def test_an_attached_model_checks_its_prompts():
     model, _ = attached_gpt2()
     with pytest.raises(ValueError, match="empty in rows .1"):
         generate_text(model, ["x", ""], max_new_tokens=2)
-    with pytest.raises(ValueError, match="max_new_tokens"):
+    with pytest.raises(TypeError, match="max_new_tokens"):
         generate_text(model, "x", max_new_tokens="2")
     with pytest.raises(ValueError, match="evaluation mode"):
         generate_text(model.train(), "x", max_new_tokens=2)

@@ -177,7 +177,6 @@ def test_one_encoded_text_and_a_row_of_a_table_are_texts():
         ({"text": TEXTS}, "must have input_ids.*got a dict of text"),
         (pandas.DataFrame({"text": TEXTS}), "got a DataFrame of text"),
         (pandas.DataFrame({"input_ids": IDS}), "got a DataFrame of input_ids"),
-        ([{"input_ids": [3, 4]}], "string or a list.*got"),
         ({"input_ids": [[3, 4]], "attention_mask": [[1]]}, "as long as input_ids"),
         ({"input_ids": [3, 4], "attention_mask": [1, 2]}, "attention_mask must be 1 .*got 2"),
         ({"input_ids": [[3, 4]], "token_type_ids": [[0, 1]]}, "got token_type_ids too"),
@@ -200,6 +199,8 @@ def test_other_mappings_and_tables_are_refused(texts, match):
     ):
         with pytest.raises(ValueError, match=match):
             read(texts)
+    with pytest.raises(TypeError, match=r"string or a list.*got"):
+        model.to_tokens([{"input_ids": [3, 4]}])
 
 
 def test_an_attached_model_reads_every_output_of_a_tokenizer():
@@ -468,11 +469,11 @@ def test_the_loss_reads_tokens_in_every_form():
     with pytest.raises(ValueError, match="attention_mask must be"):
         next_token_loss(logits, text.tokens, text.attention_mask[:, 1:])
     for wrong in ([[1.0, 2.5]], [], text.tokens.float()):
-        with pytest.raises(ValueError, match="tokens must be integers"):
+        with pytest.raises(TypeError, match="tokens must be integers"):
             next_token_loss(logits, wrong)
     gpt2, _ = attached_gpt2()
     for strings in (TEXTS, TEXTS[1]):
-        with pytest.raises(ValueError, match="tokens must be integers") as caught:
+        with pytest.raises(TypeError, match="tokens must be integers") as caught:
             next_token_loss(logits, strings)
         line, part, made = re.search("write (.*), or (.*) after (.*)", str(caught.value)).groups()
         names = {"next_token_loss": next_token_loss, "model": model, "text": strings}
