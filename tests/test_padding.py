@@ -184,6 +184,7 @@ READ = {
     "patching last": on_pairs(interp.activation_patching, site="resid_post", **LAYERS),
     "ablation": on_pairs(interp.activation_patching, site="z", edit=edits.zero()),
     "attribution": on_pairs(interp.attribution_patching, site="z"),
+    "ablation estimated": on_pairs(interp.attribution_patching, site="z", edit=edits.zero()),
     "integrated": on_pairs(interp.integrated_gradients, site="z", steps=8),
     "path_patching": on_pairs(interp.path_patching),
     "edge_patching": on_pairs(
@@ -234,9 +235,10 @@ LONG_ANSWERS = [
         (interp.activation_patching, {"over": ("layer", "pos")}),
         (interp.activation_patching, {"site": "pattern", "over": ("query", "key"), "layers": 1}),
         (interp.attribution_patching, {"site": "z", "over": ("pos", "head"), "layers": 1}),
+        (interp.attribution_patching, {"over": ("layer", "pos"), "edit": edits.zero()}),
         (interp.edge_attribution, {"over": "pos"}),
     ],
-    ids=["patching", "pattern", "attribution", "edges"],
+    ids=["patching", "pattern", "attribution", "attribution of an edit", "edges"],
 )
 def test_means_over_texts_leave_out_padded_positions(function, options, side, answers):
     model = model_of("learned")

@@ -216,6 +216,26 @@ class ValueSource:
         real = self._real_rows(len(activation), n_columns, point)
         return replace(source, columns=SourceColumns(selected, n_columns, real))
 
+    def with_all_axes(
+        self, activation: Shaped[Tensor, "..."], point: Point, where: Where
+    ) -> "ValueSource":
+        """Return the source with a tensor that has all axes of a point.
+
+        Args:
+            activation: a value at the point.
+            point: the point.
+            where: the places for which the source is made. The tensor may lack an axis along which
+                one index is selected.
+        """
+        if not isinstance(self.values, Tensor):
+            return self
+        sizes = dict(zip(axes_of(point, activation.ndim), activation.shape, strict=True))
+        value, axes = self._value(point, sizes, where)
+        for dim, axis in enumerate(sizes):
+            if axis not in axes:
+                value = value.unsqueeze(dim)
+        return replace(self, values=value)
+
     def _averaged_columns(
         self, source: SourceValue, selected: Selection, pos_axis: str, point: Point
     ) -> SourceValue:

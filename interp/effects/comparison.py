@@ -137,8 +137,8 @@ def compare_effects(exact: Result, estimate: Result) -> Comparison:
         most.
 
     Raises:
-        ValueError: if axes, labels, sites, directions, units, metrics or texts of the two results
-            differ, or an effect is not finite.
+        ValueError: if axes, labels, sites, directions, edits, units, metrics or texts of the two
+            results differ, or an effect is not finite.
 
     >>> import torch
     >>> exact = Result(torch.tensor([[2.0, 4.0], [0.0, -1.0], [0.0, 0.2]]), ("head", "example"))
@@ -152,7 +152,7 @@ def compare_effects(exact: Result, estimate: Result) -> Comparison:
     """
     require_made("exact", exact, Result)
     require_made("estimate", estimate, Result)
-    for name in ("axes", "labels", "site", "direction", "unit", "metric", "texts"):
+    for name in ("axes", "labels", "site", "direction", "edit", "unit", "metric", "texts"):
         ours, theirs = (_fact(result, name) for result in (exact, estimate))
         if ours != theirs:
             hint = "" if name in ("axes", "labels") else f"; {_OTHER_NUMBERS}"

@@ -3,7 +3,8 @@
 The algorithm (Sundararajan et al. 2017, "Axiomatic Attribution for Deep Networks"), for each layer
 of a site:
 
-1. Run the other text, and cache its values at the points of the site.
+1. Run the other text, and cache its values at the points of the site. With an edit there is no
+   other text: the target is the edited value.
 2. Run the edited text with the gradient at each point. This is the start of each path.
 3. Move all values of one point from base to target in steps, and compute the gradient in a run at
    each step. Take the mean gradient with the trapezoid rule (`runs.trapezoid`).
@@ -20,16 +21,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks import Point
-from hooks.base import Texts, at_least_float32, progress_of, shows_progress, stacked, warn
-from interp import edits
+from hooks.base import (
+    Texts,
+    at_least_float32,
+    progress_of,
+    reading,
+    shows_progress,
+    stacked,
+    warn,
+)
+from interp.edits import Edit
 from interp.inputs.parts import UNFINISHED, finished
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
-from interp.runs.estimates import compared, estimated_effects, of_layers
+from interp.runs.edited import runs_of
+from interp.runs.estimates import compared, edits_of_point, estimated_effects, of_layers
 from interp.runs.gradients import Gradients
 from interp.runs.models import Source
-from interp.runs.runs import Runs, require_no_direction
 from interp.runs.sites import Choice, Sites, Some
 from interp.runs.trapezoid import TOLERANCE, Mean, PathSteps, averaged, gap_shares, of_paths
 
@@ -44,6 +52,7 @@ def integrated_gradients(
     *,
     steps: PathSteps = "auto",
     direction: PatchingDirection = "denoising",
+    edit: "Edit | None" = None,
     source: Source | None = None,
     layers: Some = None,
     heads: Some = None,
@@ -65,7 +74,8 @@ def integrated_gradients(
 
     Args:
         model: any model with the usual points. Its weights need no gradients and receive none.
-        pairs: clean and corrupted texts, and the metric, which must be differentiable.
+        pairs: clean and corrupted texts, and the metric, which must be differentiable. With `edit`,
+            corrupted texts are not needed.
         site: the point whose values change, such as `resid_pre`. Default: the token embeddings.
         over: the axes of the result; see `activation_patching` for the default. With several
             layers, `layer` must be one of the axes.
@@ -73,7 +83,11 @@ def integrated_gradients(
             `about["steps"]`; the number of gradients is larger by one. `auto` doubles the number
             until the gap of every example is at most 0.01 of the mean absolute change of the
             metric, up to 1024 steps, and computes only the additional gradients each time.
-        direction: `denoising` edits the corrupted run; `noising` edits the clean run.
+        direction: `denoising` edits the corrupted run; `noising` edits the clean run. It is not
+            used with `edit`.
+        edit: an edit of the clean run. Each path leads from the value to the edited value. With
+            `edits.zero()` the effects are minus the attributions of the paper with a baseline of
+            zeros, because an effect is the change from the value to the baseline. Default: None.
         source: another model, whose values are used instead of a run on other texts; see
             `activation_patching`.
         layers, heads: the layers or heads to patch, one or several. Default: all.
@@ -88,6 +102,8 @@ def integrated_gradients(
     Raises:
         ValueError: for the reasons of `attribution_patching`, or if `steps` is less than 1, or a
             metric is infinite.
+        TypeError: if `edit` was not made by a function of `interp.edits`.
+        EditError: if the edit cannot be made at one place.
         UnknownNameError: if the site does not exist or the model lacks it; the error names close
             matches.
         ModeError: if the model is in training mode.
@@ -102,16 +118,23 @@ def integrated_gradients(
     >>> from interp import activation_patching
     >>> activation_patching(model, pairs, "mlp_out", layers=3).top(1)  # the exact effect
     layer 3, pos 8 'i|m'  +4.549
+
+    With an edit, one text is enough:
+
+    >>> from interp import edits
+    >>> alone = Pairs("def __ini", answers=("t", "e"))
+    >>> integrated_gradients(model, alone, "mlp_out", layers=3, edit=edits.zero()).top(1)
+    layer 3, pos 8 'i'  -1.606
+    >>> activation_patching(model, alone, "mlp_out", layers=3, edit=edits.zero()).top(1)
+    layer 3, pos 8 'i'  -1.602
     """
     choice = Choice(site=site, over=over, layers=layers, heads=heads, neurons=neurons)
-    require_no_direction(source, direction, "denoising")
-    runs = Runs(model, pairs, direction=direction, source=source)
-    sites = compared(runs, choice)
+    runs = runs_of(model, pairs, direction=direction, source=source, edit=edit)
+    sites = compared(runs, choice, edit)
     start = Gradients(runs.runner, runs.text, metric=runs.metric, names=sites.points)
     means = _means(sites, start, steps)
     by_point = {
-        name: estimated_effects(sites, name, start.values[name], mean.values[0])
-        for name, mean in means.items()
+        name: estimated_effects(sites, name, start, mean.values[0]) for name, mean in means.items()
     }
     zeros = torch.zeros_like(start.base)[None]
     unread = Mean(start.base[None], [0], gaps=zeros, changes=zeros)
@@ -191,7 +214,7 @@ def _mean_gradient(
     """
     runs = sites.runs
     base = start.values[name]
-    change = _whole_change(sites, sites.points[name], base)
+    change = _whole_change(sites, name, start)
 
     def at(paths: Sequence[int], share: float) -> tuple[Tensor, Tensor]:
         value = (base + share * change).to(base.dtype)
@@ -208,19 +231,21 @@ def _mean_gradient(
     return averaged(at, first, base=start.base, added=added, steps=steps)
 
 
-def _whole_change(sites: Sites, point: Point, base: Tensor) -> Tensor:
+def _whole_change(sites: Sites, name: str, start: Gradients) -> Tensor:
     """Return the change of a point when the values at all places move.
 
     Args:
-        sites: the places, and the values of the other run.
-        point: the point.
-        base: the value of the point in the edited run.
+        sites: the places, and the values of the other run or the edit.
+        name: the name of the point.
+        start: the run at the start of the path.
     """
+    base = start.values[name]
     changed = at_least_float32(base).clone()
-    if "span" not in sites.places:
-        return at_least_float32(sites.values[point.name]) - changed
-    for _, selected in sites.places["span"]:
-        changed = edits.replace(sites.values, **selected)(changed, point)
+    if sites.edit is None and "span" not in sites.places:
+        return at_least_float32(sites.values[name]) - changed
+    with reading(start.pieces[name]):
+        for edit in edits_of_point(sites, name, base):
+            changed = edit(changed, sites.points[name])
     return changed - base
 
 

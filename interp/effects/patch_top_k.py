@@ -3,18 +3,17 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from hooks.base import is_same_metric, require_integer, seeded, shows_progress
-from interp import edits
+from interp.edits import Edit
 from interp.json_form import Table, form
 from interp.pairs.pairs import Pairs, of_pairs
 from interp.results.result import Result
-from interp.runs.runs import Runs
+from interp.runs.edited import runs_of
 from interp.runs.sites import SELECTS, Choice, Sites
 from interp.runs.sweep import effects_of_edits
 
@@ -84,6 +83,7 @@ def patch_top_k(
     pairs: Pairs,
     *,
     estimate: Result,
+    edit: "Edit | None" = None,
     k: int = 10,
     budget: int = 100,
     seed: int = 0,
@@ -100,6 +100,7 @@ def patch_top_k(
         model, pairs: the model and the pairs of the estimate.
         estimate: a result of `attribution_patching` or `integrated_gradients` at a site of
             `activation_patching`.
+        edit: the edit of the estimate, if it estimates the effects of an edit. Default: None.
         k: the number of places with the largest estimates to patch. Default: 10.
         budget: the largest number of forward passes: two for the unedited runs, and one for each
             place (a place usually costs less than a whole pass; see `sweep`). The sample uses the
@@ -114,7 +115,7 @@ def patch_top_k(
 
     Raises:
         ValueError: if there are no more than `k` places, the budget is too small for a sample, or
-            the estimate belongs to another model, metric or texts.
+            the estimate belongs to another model, metric, edit or texts.
 
     >>> from models import load
     >>> from interp import attribution_patching
@@ -127,9 +128,10 @@ def patch_top_k(
     place layer 0, head 1  +1.134
     """
     choice = _choice(estimate)
-    direction = estimate.about["direction"]
-    runs = Runs(model, pairs, direction=direction)
-    sites = Sites(runs, choice)
+    _require_same_edit(estimate, edit)
+    direction = estimate.about.get("direction", "denoising")
+    runs = runs_of(model, pairs, direction=direction, source=None, edit=edit)
+    sites = Sites(runs, choice, edit)
     estimated_sizes = estimate.mean().flatten().abs().nan_to_num(nan=-1.0)
     n_places = len(estimated_sizes)
     require_integer("k", k, most=n_places - 1)
@@ -137,20 +139,24 @@ def patch_top_k(
     estimated_labels = {axis: [*estimate.labels[axis]] for axis in estimate.axes[:-1]}
     value = next(iter(sites.values.values()))
     have_same_places = estimated_labels == sites.labels
-    target = runs.per_example(runs.target)
-    is_same_target = is_same_metric(estimate.target, target, value.dtype)
-    _require_same(have_same_places and is_same_target)
+    _require_same(have_same_places)
+    if edit is None:
+        target = runs.per_example(runs.target)
+        _require_same(is_same_metric(estimate.target, target, value.dtype))
     order = estimated_sizes.argsort(descending=True, stable=True).tolist()
     n_outside = n_places - k
     n_sampled = min(budget - 2 - k, n_outside)
     generator = seeded(seed)
     sample = torch.randperm(n_outside, generator=generator)[:n_sampled].tolist()
     patched = order[:k] + [order[k + n] for n in sample]
-    jobs = sites.edits(partial(edits.replace, sites.values))
+    jobs = sites.edits()
     patches = [jobs[place] for place in patched]
-    base, effects = effects_of_edits(runs, patches, max_bytes, of_rows=True)
+    base, effects = effects_of_edits(runs, patches, max_bytes, of_rows=runs.has_source)
     _require_same(is_same_metric(estimate.base, runs.per_example(base), value.dtype))
-    exact = runs.result(effects, {"place": patched}, base, site=choice.site)
+    facts: dict[str, Any] = {"site": choice.site}
+    if edit is not None:
+        facts["edit"] = repr(edit)
+    exact = runs.result(effects, {"place": patched}, base, **facts)
     return _verified(estimate, exact, patched, k=k, n_outside=n_outside)
 
 
@@ -201,9 +207,10 @@ def _choice(estimate: Result) -> Choice:
         ValueError: if the estimate does not cover a whole site.
     """
     facts = estimate.about.keys()
-    if not {"site", "direction"} <= facts or facts & SELECTS.keys():
+    if "site" not in facts or not facts & {"direction", "edit"} or facts & SELECTS.keys():
         raise ValueError(
-            f"estimate must cover a whole site and have a direction; got {dict(estimate.about)}"
+            "estimate must cover a whole site and have a direction or an edit; got "
+            f"{dict(estimate.about)}"
         )
     about = estimate.about
     return Choice(
@@ -213,6 +220,18 @@ def _choice(estimate: Result) -> Choice:
         heads=estimate.labels.get("head"),
         neurons=about.get("neurons"),
     )
+
+
+def _require_same_edit(estimate: Result, edit: Edit | None) -> None:
+    """Check that an edit is the edit of an estimate.
+
+    Raises:
+        ValueError: if the edit or its absence does not fit the estimate.
+    """
+    needed = estimate.about.get("edit")
+    given = None if edit is None else repr(edit)
+    if needed != given:
+        raise ValueError(f"edit must be the edit of the estimate, which is {needed}; got {given}")
 
 
 def _require_same(is_same: bool) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from jaxtyping import Shaped
 from torch import Tensor, nn
@@ -11,18 +10,17 @@ from hooks import Hooks
 from hooks.base import (
     Texts,
     padding_messages,
-    require_kind,
     shown,
     shows_progress,
     without_gradients,
 )
 from interp.edits import Edit
-from interp.edits import replace as replace_values
 from interp.measuring import Metric
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
+from interp.runs.edited import runs_of
 from interp.runs.models import Source
-from interp.runs.runs import Runs, require_no_direction
+from interp.runs.runs import Runs
 from interp.runs.sites import Choice, Sites, Some
 from interp.runs.sweep import effects_of_edits
 
@@ -37,7 +35,7 @@ def activation_patching(
     over: Sequence[str] | None = None,
     *,
     direction: PatchingDirection = "denoising",
-    edit: Edit | None = None,
+    edit: "Edit | None" = None,
     source: Source | None = None,
     layers: Some = None,
     heads: Some = None,
@@ -74,7 +72,8 @@ def activation_patching(
         direction: `denoising` edits the corrupted run, `noising` edits the clean run. It is not
             used with `edit`.
         edit: an edit, such as `edits.mean(cache)`, that is made at each place of the clean run
-            instead of patching values of another run. Default: None.
+            instead of patching values of another run. `attribution_patching(..., edit=)` estimates
+            these effects from one backward pass. Default: None.
         source: another model with the same points, such as the model before its fine-tuning; or
             `without_adapter(model)`, the same model of peft with its adapter switched off. Its
             values on the clean texts are patched into the run of `model` on these texts. Corrupted
@@ -105,26 +104,10 @@ def activation_patching(
     layer 0, head 1  +1.134
     """
     choice = Choice(site=site, over=over, layers=layers, heads=heads, neurons=neurons)
-    about: dict[str, str] = {}
-    require_no_direction(source, direction, "denoising")
-    if edit is not None:
-        _check_edit(edit, direction)
-        if source is not None:
-            raise ValueError("edit and source cannot be used together; got both: leave one out")
-        require_kind(
-            "pairs",
-            pairs,
-            Pairs,
-            "Pairs",
-            call="with an edit, Pairs(texts, metric=cross_entropy(texts)) is enough",
-        )
-        about["edit"] = repr(edit)
-    two_runs = direction if edit is None else None
-    runs = Runs(model, pairs, direction=two_runs, source=source)
-    sites = Sites(runs, choice)
-    put = partial(replace_values, sites.values) if edit is None else edit.at
-    base, effects = effects_of_edits(runs, sites.edits(put), max_bytes, of_rows=runs.has_source)
-    return sites.result(base, effects, **about)
+    runs = runs_of(model, pairs, direction=direction, source=source, edit=edit)
+    sites = Sites(runs, choice, edit)
+    base, effects = effects_of_edits(runs, sites.edits(), max_bytes, of_rows=runs.has_source)
+    return sites.result(base, effects)
 
 
 @shows_progress
@@ -269,20 +252,6 @@ def _described(edit: Hooks, in_short: bool = False) -> list[str]:
             text = change.short()
         parts.append(f"{point_name}: {text}")
     return parts
-
-
-def _check_edit(edit: object, direction: PatchingDirection) -> None:
-    """Check the edit of `activation_patching`, and that no direction is given in addition."""
-    if not isinstance(edit, Edit):
-        raise TypeError(
-            "edit must be made by a function of interp.edits, such as edits.zero(); got "
-            f"{shown(edit)} (sweep accepts functions)"
-        )
-    if direction != "denoising":
-        raise ValueError(
-            "an edit always changes the clean run; leave out direction; got "
-            f"direction={direction!r}"
-        )
 
 
 def _check_names(runs: Mapping[str, Hooks]) -> None:

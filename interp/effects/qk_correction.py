@@ -24,7 +24,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import HookedRunner, HookPoints, Options
-from hooks.base import at_least_float32, block_rounding, mapped, unknown_name, without_gradients
+from hooks.base import (
+    Piece,
+    at_least_float32,
+    block_rounding,
+    mapped,
+    unknown_name,
+    without_gradients,
+)
 from hooks.shared import Recorder, Session, edits_in_force, plain_argument, replay
 from interp.runs.estimates import by_place, replacements, summed
 from interp.runs.sites import Sites
@@ -34,7 +41,7 @@ _PARTS = ("q", "k", "scores", "pattern")
 
 
 def corrected(
-    sites: Sites, name: str, attention: "RecordedAttention"
+    sites: Sites, name: str, attention: "RecordedAttention", piece: Piece
 ) -> Callable[[Patterns], Float[Tensor, "..."]]:
     """Return a function that estimates the effects of other queries or keys.
 
@@ -44,12 +51,14 @@ def corrected(
         sites: the places of queries or keys.
         name: the point of the queries or keys, such as `blocks.3.attn.q`.
         attention: the attention of the point, after the run.
+        piece: the texts that the attention reads.
     """
     part = name.rpartition(".")[2]
     kind = OtherQueries if part == "q" else OtherKeys
     base = attention.values()
     changes = [
-        kind(attention, base, replacement) for replacement in replacements(sites, name, base[part])
+        kind(attention, base, replacement)
+        for replacement in replacements(sites, name, base[part], piece)
     ]
     axes = sites.points[name].axes[:-1]
 

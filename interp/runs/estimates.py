@@ -1,43 +1,54 @@
 """Estimates of patching effects: (target - base) times a gradient, summed at each place of a site.
 
+The target is the value of the other run, or the result of an edit of the base value.
+
 A site is a point of each layer, and its places are, for example, layers and heads (`sites`). For
 `z` [batch, pos, head, d_head] over `layer` and `head`, in a model of 2 layers:
 
 1. `compared` lists the places where the two runs are compared: here 2 layers and all heads.
 2. `replacements` returns the values that would replace `blocks.0.attn.z`: here only the value of
-   the other run.
+   the other run, or the value after the edit of all heads.
 3. `estimated_effects` multiplies the change by the gradient at this point, and sums over `pos` and
    `d_head`: [head, example].
 4. `of_layers` stacks the layers to [layer, head, example], and makes a `Result`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from hooks.base import POSITION_AXES, at_least_float32, to_device
-from interp import edits
+from hooks.base import POSITION_AXES, Piece, at_least_float32, reading, to_device
+from interp.edits import Edit
 from interp.numbers.precision import has_nan
 from interp.results.result import Result
-from interp.runs.gradients import require_numbers, warn_of_unread
+from interp.runs.gradients import Gradients, require_numbers, warn_of_unread
 from interp.runs.runs import Runs
 from interp.runs.sites import Choice, Sites
 
 
-def compared(runs: Runs, choice: Choice) -> Sites:
+def compared(runs: Runs, choice: Choice, edit: Edit | None = None) -> Sites:
     """Return the places of two runs where effects are estimated.
 
     Args:
-        runs: the two runs.
+        runs: the two runs; with an edit, the run that is edited.
         choice: the choice of places.
+        edit: the edit that is made at each place. Default: None, if the values of the other run
+            replace the values at each place.
 
     Raises:
-        ValueError: if there are several layers but no axis `layer`, or for the reasons of `Sites`.
+        ValueError: if there are several layers but no axis `layer`, for an edit without a gradient,
+            or for the reasons of `Sites`.
     """
-    sites = Sites(runs, choice)
+    if edit is not None and edit.name == "knockout":
+        raise ValueError(
+            "an estimate needs an edit with finite values; got edits.knockout(), which writes -inf "
+            "(site='pattern' and edits.zero() remove the weights, and activation_patching is exact)"
+        )
+    sites = Sites(runs, choice, edit)
     if "layer" not in sites.places and len(sites.names) > 1:
         raise ValueError(
             f"over must contain 'layer' if there are several layers; got {(*sites.places,)}"
@@ -46,14 +57,14 @@ def compared(runs: Runs, choice: Choice) -> Sites:
 
 
 def estimated_effects(
-    sites: Sites, name: str, base: Float[Tensor, "..."], gradient: Float[Tensor, "..."]
+    sites: Sites, name: str, run: Gradients, gradient: Float[Tensor, "..."]
 ) -> Float[Tensor, "..."]:
     """Estimate the effect of each place of one point: (target - base) · gradient.
 
     Args:
-        sites: the places, and the values of the source run.
+        sites: the places, and the values of the source run or the edit.
         name: the name of the point.
-        base: the value of the point in the edited run.
+        run: the edited run, with the value of the point.
         gradient: the gradient of the metric at the point.
 
     Returns:
@@ -61,33 +72,67 @@ def estimated_effects(
         without `layer`.
     """
     gradient = at_least_float32(gradient)
+    base = run.values[name]
     axes = sites.points[name].axes
     by_replacement = []
-    for replacement in replacements(sites, name, base):
+    for replacement in replacements(sites, name, base, run.pieces[name]):
         change = to_device(at_least_float32(replacement), base.device) - base
         by_replacement.append(summed(sites, axes, change, gradient))
     return by_place(sites, by_replacement)
 
 
-def replacements(sites: Sites, name: str, base: Float[Tensor, "..."]) -> list[Float[Tensor, "..."]]:
+def replacements(
+    sites: Sites, name: str, base: Float[Tensor, "..."], piece: Piece
+) -> list[Float[Tensor, "..."]]:
     """Return the values that replace `base`, the value of a point.
 
-    Without spans, there is one replacement: the value of the other run. With spans, there is one
-    replacement for each span: the base value with this span replaced.
+    Without spans, there is one replacement: the value of the other run, or the value after the
+    edit. With spans, there is one replacement for each span: the base value with this span
+    replaced.
 
     Args:
-        sites: the places, and the values of the other run.
+        sites: the places, and the values of the other run or the edit.
         name: the name of the point.
         base: the value of the point in the edited run.
+        piece: the texts that the point reads.
     """
-    if "span" not in sites.places:
+    if sites.edit is None and "span" not in sites.places:
         return [sites.values[name]]
     point = sites.points[name]
-    values = []
-    for _, selected in sites.places["span"]:
-        replace_span = edits.replace(sites.values, **selected)
-        values.append(replace_span(base.clone(), point))
-    return values
+    with reading(piece):
+        return [edit(base.clone(), point) for edit in edits_of_point(sites, name, base)]
+
+
+def edits_of_point(sites: Sites, name: str, base: Float[Tensor, "..."]) -> list[Edit]:
+    """Return one edit of a point for each span, or one edit without spans.
+
+    Each edit changes all places along the other axes together. The changes at two places do not
+    depend on each other, so the edit of one place would make the same change there.
+
+    Args:
+        sites: the places, and the values of the other run or the edit.
+        name: the name of the point.
+        base: the value of the point in the edited run.
+
+    Raises:
+        EditError, ValueError: if the edit cannot be made at one place.
+    """
+    spans = [selected for _, selected in sites.places.get("span", [(0, {})])]
+    if sites.edit is None:
+        return [sites.edit_at(**selected) for selected in spans]
+    point = sites.points[name]
+    place: dict[str, Any] = {}
+    for axis, places in sites.places.items():
+        if axis not in ("layer", "span"):
+            place |= places[0][1]
+    at_place = sites.edit_at(**place, **spans[0])
+    sites.of_texts(at_place, point).try_on(base, point)
+    edit = sites.edit
+    if edit.source is not None:
+        edit = replace(edit, source=edit.source.with_all_axes(base, point, at_place.where))
+    # If a text is continued by answers, `of_texts` excludes the answers from a selection.
+    together = dict.fromkeys(place, slice(None))
+    return [sites.of_texts(edit.at(**together, **selected), point) for selected in spans]
 
 
 def by_place(sites: Sites, effects: list[Float[Tensor, "..."]]) -> Float[Tensor, "..."]:

@@ -22,8 +22,11 @@ from torch import Tensor
 from hooks import HookedRunner, HookError, Point
 from hooks.base import (
     NEVER_FIRED,
+    Piece,
     Text,
     module_rounding,
+    piece_is_known,
+    piece_read,
     require_fired,
     to_device,
     warn,
@@ -55,6 +58,7 @@ class Gradients:
     Attributes:
         base: the metric of the run, in at least float32.
         values: the value at each point.
+        pieces: the texts that each point reads, with their padding.
 
     Raises:
         ValueError: if PyTorch's inference mode is active, or the metric has no gradient.
@@ -71,6 +75,8 @@ class Gradients:
         if torch.is_inference_mode_enabled():
             raise ValueError("gradients must be enabled; got PyTorch's inference mode")
         self.values: dict[str, Tensor] = {}
+        self.pieces: dict[str, Piece] = {}
+        self._whole = Piece(None, text.attention_mask)
         self._router = _GradientRouter()
         # The function at each point has this tensor as a second input. The tensor needs a gradient,
         # so autograd records the run even if no weight needs a gradient.
@@ -158,6 +164,7 @@ class Gradients:
         if point.name in self.values:
             raise HookError(f"each point must fire once in a run; {point.name} fired twice")
         self.values[point.name] = value.detach()
+        self.pieces[point.name] = piece_read() if piece_is_known() else self._whole
         pass_on = partial(self._router.pass_on, point.name)
         node = _node(value, to_device(self._start, value.device), pass_on)
         return with_first_tensor(output, node)

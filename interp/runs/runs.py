@@ -16,6 +16,7 @@ from hooks.base import (
     require_choice,
     require_kind,
     to_device,
+    true_columns,
     without_gradients,
 )
 from interp.inputs.copies import digests, groups
@@ -150,6 +151,13 @@ class Runs:
     def prompts(self) -> Bool[Tensor, "row column"]:
         """True at the tokens of prompts, and False at answers of several tokens and at padding."""
         return prompts_of_rows(self._edited_text(self.pairs), self.text)
+
+    @cached_property
+    def columns_of_prompts(self) -> list[list[int]] | None:
+        """The columns of the tokens of each text's prompt; None if a text has only one row."""
+        if self.rows is self.pairs:
+            return None
+        return true_columns(self.prompts[: len(self.pairs)])
 
     def per_example(self, values: Float[Tensor, "*axes row"]) -> Float[Tensor, "*axes example"]:
         """Return the value of each example: the sum over its rows, one for each answer."""

@@ -17,7 +17,7 @@ tokens:
 """
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,13 +25,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks import ActivationCache, HookedRunner, UnknownNameError
+from hooks import ActivationCache, HookedRunner, Point, UnknownNameError
 from hooks.base import layer_of, require_integer, require_kind, shown, to_device, unknown_point
 from hooks.shared import names_by_layer
 from interp.edits import Edit
+from interp.edits import replace as replace_values
 from interp.inputs.cached import mask_of
 from interp.protocol import has_text_of_logits, is_of_text, require_points
 from interp.results.result import Result
+from interp.runs.edited import edit_of_texts
 from interp.runs.runs import Runs
 
 SELECTS: Mapping[str, tuple[str, ...]] = {
@@ -125,9 +127,12 @@ class Sites:
     Args:
         runs: the two runs, or one run that is edited, without a source.
         choice: the choice of places.
+        edit: the edit that is made at each place. Default: None, if the values of the source
+            replace the values at each place.
 
     Attributes:
         runs: the runs.
+        edit: the edit that is made at each place; None for values of the source.
         names: the names of the points, by layer.
         points: the points, by name.
         values: the cached values of step 2.
@@ -142,8 +147,9 @@ class Sites:
             correspond, or if two runs are compared and the texts of one run are missing.
     """
 
-    def __init__(self, runs: Runs, choice: Choice) -> None:
+    def __init__(self, runs: Runs, choice: Choice, edit: Edit | None = None) -> None:
         self.runs = runs
+        self.edit = edit
         self._choice = choice
         self.names = named(runs.runner, choice)
         names = [*self.names.values()]
@@ -166,19 +172,35 @@ class Sites:
             labels[axis] = [label for label, _ in places]
         return labels
 
-    def edits(self, put: Callable[..., Edit]) -> list[list[tuple[list[str], Edit]]]:
-        """Return the edits of all places in order, in the form that `sweep` needs.
+    def edit_at(self, **selected: Any) -> Edit:
+        """Return the edit of one place of a point.
 
         Args:
-            put: a function that makes the edit of a place from its selection by axis names.
+            selected: the selection of the place, by axis names.
         """
+        if self.edit is not None:
+            return self.edit.at(**selected)
+        return replace_values(self.values, **selected)
+
+    def of_texts(self, edit: Edit, point: Point) -> Edit:
+        """Return an edit of the texts as an edit of the rows that are run.
+
+        Edits that replace values by values of the source act on rows already.
+        """
+        prompts = self.runs.columns_of_prompts
+        if self.edit is None or prompts is None:
+            return edit
+        return edit_of_texts(edit, point, prompts)
+
+    def edits(self) -> list[list[tuple[list[str], Edit]]]:
+        """Return the edits of all places in order, in the form that `sweep` needs."""
         jobs = []
         for place_of_each_axis in itertools.product(*self.places.values()):
             selected: dict[str, Any] = {}
             for _, selected_along_axis in place_of_each_axis:
                 selected |= self._in_prompts(selected_along_axis)
             names = [selected.pop("layer")] if "layer" in selected else [*self.names.values()]
-            jobs.append([(names, put(**selected))])
+            jobs.append([(names, self.edit_at(**selected))])
         return jobs
 
     def _in_prompts(self, selected: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,6 +242,8 @@ class Sites:
             facts["together"] = self._layers()
         if self._choice.neurons is not None:
             facts["neurons"] = self._choice.neurons
+        if self.edit is not None:
+            facts["edit"] = repr(self.edit)
         values = effects.view(*map(len, self.places.values()), -1)
         has_words = all(map(is_of_text, self.names.values()))
         return self.runs.result(values, self.labels, base, has_words=has_words, **facts, **about)

@@ -22,16 +22,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks import EditedPoint, HookedRunner, Hooks, Point
+from hooks import EditedPoint, HookedRunner, Hooks
 from hooks.base import (
-    POSITION_AXES,
-    TEXT_AXES,
-    Selection,
     number_of,
     progress_bar,
     require_kind,
     to_device,
-    true_columns,
     warn,
     without_gradients,
 )
@@ -39,7 +35,7 @@ from hooks.shared import is_listened_to
 from interp.edits import Edit
 from interp.measuring import metric_of_examples
 from interp.numbers.precision import has_nan
-from interp.protocol import has_text_of_logits
+from interp.runs.edited import edit_of_texts
 from interp.runs.memory import bytes_together
 from interp.runs.resume import Resumed
 from interp.runs.rows import Batch, EditedRun, WholeRuns
@@ -75,8 +71,8 @@ def effects_of_edits(
     require_kind("max_bytes", max_bytes, (int, float, type(None)), "a number of bytes")
     batch = Batch(runs.text, runs.metric)
     edits_of_runs = [runs.runner.edits(hooks) for hooks in edits]
-    if runs.rows is not runs.pairs and not of_rows:
-        prompts = true_columns(runs.prompts[: len(runs.pairs)])
+    prompts = runs.columns_of_prompts
+    if prompts is not None and not of_rows:
         edits_of_runs = [_of_texts(edited, prompts) for edited in edits_of_runs]
     with batch.reading():
         base, values = _measured(runs.runner, batch, edits_of_runs, max_bytes=max_bytes)
@@ -102,57 +98,11 @@ def _of_texts(edited: Sequence[EditedPoint], prompts: list[list[int]]) -> list[E
     edits_of_texts = []
     for point_edits in edited:
         hooks = tuple(
-            _edit_of_texts(hook, point_edits.point, prompts) if isinstance(hook, Edit) else hook
+            edit_of_texts(hook, point_edits.point, prompts) if isinstance(hook, Edit) else hook
             for hook in point_edits.hooks
         )
         edits_of_texts.append(replace(point_edits, hooks=hooks))
     return edits_of_texts
-
-
-def _edit_of_texts(edit: Edit, point: Point, prompts: list[list[int]]) -> Edit:
-    """Return an edit that makes the same change in all rows of a text; see `_of_texts`.
-
-    The texts of an encoder and of a tower are not continued by answers, so positions in them do not
-    change. In the text of a cache, negative positions still count from the end of that text.
-
-    Args:
-        edit: the edit.
-        point: the point that is edited.
-        prompts: see `_of_texts`.
-
-    Raises:
-        SelectionError: if a position is outside a prompt.
-    """
-    where = {}
-    source = edit.source
-    has_answers = has_text_of_logits(point.name)
-    for axis, selection in edit.where.items():
-        # The edit itself raises an error for an axis that the point does not have.
-        if axis in TEXT_AXES and axis in point.axes and has_answers:
-            if axis in POSITION_AXES and source is not None and selection.counts_back:
-                source = source.counting(selection, axis)
-            selection = _columns_of_prompts(selection, axis, prompts)
-        where[axis] = selection
-    return replace(edit, where=where, source=source, n_texts=len(prompts))
-
-
-def _columns_of_prompts(selection: Selection, axis: str, prompts: list[list[int]]) -> Selection:
-    """Return the selected columns of each text's prompt.
-
-    Args:
-        selection: the selected positions.
-        axis: the name of the axis, for errors.
-        prompts: see `_of_texts`.
-
-    Raises:
-        SelectionError: if a position is outside a prompt.
-    """
-    n_columns = max(columns[-1] for columns in prompts) + 1
-    rows = []
-    selected_columns = selection.rows(n_columns, axis, len(prompts), real=prompts)
-    for selected, columns in zip(itertools.cycle(selected_columns), prompts):
-        rows.append([column for column in selected if column in columns])
-    return Selection(rows if any(row != rows[0] for row in rows) else rows[0])
 
 
 @without_gradients

@@ -96,6 +96,10 @@ def test_a_constant_has_no_rank_correlation():
         ("labels", Result(drawn(2), AXES, labels={"layer": [0, 1, 5]})),
         ("site.*q and k", result(drawn(2), site="k", direction="noising")),
         ("direction.*noising.*denoising", result(drawn(2), site="q", direction="denoising")),
+        (
+            "edit.*none and edits",
+            result(drawn(2), site="q", direction="noising", edit="edits.zero()"),
+        ),
         ("metric.*none and f", result(drawn(2), site="q", direction="noising", metric="f")),
         ("texts", result(drawn(2), site="q", direction="noising", texts=["ab"])),
         ("unit.*nats and bits", result(drawn(2), unit="bits", site="q", direction="noising")),

@@ -247,6 +247,54 @@ def test_patching_tries_the_features_that_are_active(model, pairs, analysis):
     assert 3 < len(active) < FEATURES
 
 
+@pytest.mark.parametrize("error", ["live", "frozen", None])
+@pytest.mark.parametrize("mask", [None, [[1] * 7, [0, 0] + [1] * 5]])
+def test_the_estimate_of_removed_features_is_a_gradient_through_the_decoder(model, error, mask):
+    place, d = "blocks.1.resid_post", dictionary(activation=TopK(4))
+    mask = None if mask is None else torch.tensor(mask)
+    pairs = Pairs(TOKENS, answers=[[2, 4], [7, 0]], attention_mask=mask)
+    with splice(model, {place: d}, error=error):
+        found = attribution_patching(model, pairs, site="features", edit=edits.zero())
+        exact = activation_patching(model, pairs, site="features", edit=edits.zero())
+    assert found.labels == exact.labels
+
+    nodes = {}
+
+    def watch(module, args, x):
+        nodes["features"] = d.encode(x).detach()
+        value = x if error else d.decode(nodes["features"])
+        nodes["value"] = value.detach().requires_grad_()
+        return nodes["value"]
+
+    handle = model.get_submodule(place).register_forward_hook(watch)
+    last = model(TOKENS, attention_mask=mask)[:, -1]
+    handle.remove()
+    right, wrong = last[[0, 1], [2, 7]], last[[0, 1], [4, 0]]
+    (gradient,) = torch.autograd.grad((right - wrong).sum(), nodes["value"])
+    effects = -(nodes["features"] * (gradient @ d.W_dec.T)).sum(1).T
+    assert_close(found.base, right - wrong)
+    assert_close(found.values[0], effects[[*found.labels["feature"]]])
+    assert found.values.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("error", ["live", "frozen", None])
+@pytest.mark.parametrize("analysis", [attribution_patching, integrated_gradients])
+def test_the_estimate_of_removed_features_is_exact_before_a_linear_unembedding(error, analysis):
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        vocab_size=11, n_ctx=16, n_layers=2, n_heads=3, d_model=D, norm="none"
+    )
+    plain = Transformer(config).double().eval()
+    pairs = Pairs(TOKENS, answers=[[2, 4], [7, 0]])
+    steps = {"steps": 1} if analysis is integrated_gradients else {}
+    given = dict(site="features", layers=1, edit=edits.zero())
+    with splice(plain, {"blocks.1.resid_post": dictionary(activation=TopK(4))}, error=error):
+        exact = activation_patching(plain, pairs, **given)
+        found = analysis(plain, pairs, **given, **steps)
+    assert_close(found.values, exact.values)
+    assert exact.values.abs().max() > 0.01
+
+
 def test_integrated_gradients_of_features_are_complete(model, pairs):
     with splice(model, {"blocks.2.resid_post": dictionary()}, error=None):
         effects = integrated_gradients(model, pairs, site="features", layers=2, steps=64)

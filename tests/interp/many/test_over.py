@@ -100,6 +100,7 @@ CASES = {
     "patching noising": (activation_patching, PAIRS, (), {"direction": "noising", "layers": 1}),
     "ablation": (activation_patching, PAIRS, ("z",), {"edit": edits.zero()}),
     "attribution": (attribution_patching, PAIRS, ("z",), {}),
+    "attribution of an edit": (attribution_patching, PAIRS, ("z",), {"edit": edits.zero()}),
     "grad_drop": (attribution_patching, PAIRS, ("mlp_out",), {"grad_drop": True}),
     "edges": (edge_attribution, PAIRS, (), {}),
     "edges by position": (edge_attribution, PAIRS, ("eap", "pos"), {}),

@@ -267,6 +267,58 @@ def test_top_attributions_are_at_positions_of_prompts(model, side):
     assert not any(values.any() for values in by_place.values())
 
 
+def without_values(model, name, columns_of_row):
+    """Return estimates [row] of setting a module's output to zero at some columns of each row."""
+    effects = torch.zeros(len(CLEAN), dtype=torch.float64)
+    for row, prompt in enumerate(CLEAN):
+        for answer, sign in ((RIGHT[row], 1), (WRONG[row], -1)):
+            value, grad = gradient(model, name, prompt, answer)
+            at_columns = -(value * grad)[0].flatten(1).sum(1)
+            effects[row] += sign * at_columns[columns_of_row(row)].sum()
+    return effects
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_estimates_of_an_edit_equal_gradients_of_each_row(model, side):
+    clean = Pairs(text(CLEAN, side), answers=answers())
+    name, given = "blocks.1.mlp_out", dict(site="mlp_out", layers=1)
+    found = attribution_patching(model, clean, edit=edits.zero(), **given)
+    close(found.base, by_hand(model, CLEAN))
+    for pos in range(5):
+        places = [column(side, pos)(row) for row in range(3)]
+        columns = [[] if place is None else [place] for place in places]
+        close(found.values[0, pos], without_values(model, name, columns.__getitem__))
+    # Without an axis of positions, an edit also acts on the tokens of the answer.
+    found = attribution_patching(model, clean, over="layer", edit=edits.zero(), **given)
+    close(found.values[0], without_values(model, name, lambda row: slice(None)))
+    # Positions of an edit are positions of the prompt.
+    found = attribution_patching(model, clean, over="layer", edit=edits.zero(pos=-2), **given)
+    close(found.values[0], without_values(model, name, lambda row: [len(CLEAN[row]) - 2]))
+    spans = {"two": [[0, 2], [1, 2], [3, 0]]}
+    if side == "left":
+        spans = {"two": [[0, 2], [3, 4], [4, 1]]}
+    spanned = Pairs(text(CLEAN, side), answers=answers(), spans=spans)
+    found = attribution_patching(model, spanned, edit=edits.zero(), **given)
+    columns = [[0, 2], [1, 2], [3, 0]]
+    close(found.select(span="two").values[0], without_values(model, name, columns.__getitem__))
+
+
+def test_a_path_to_an_edit_moves_the_positions_of_prompts(model):
+    clean = Pairs(text(CLEAN, "left"), answers=answers())
+    found = integrated_gradients(model, clean, "mlp_out", layers=0, edit=edits.zero(), steps=64)
+
+    def zeroed(row, answer):
+        def change(output):
+            new = output.clone()
+            new[:, : len(CLEAN[row])] = 0
+            return new
+
+        return {"blocks.0.mlp_out": change}
+
+    exact = by_hand(model, CLEAN, changes=zeroed) - by_hand(model, CLEAN)
+    close(found.values[0].sum(0), exact, 1e-3)
+
+
 def test_integrated_gradients_add_up_to_the_change_of_all_positions(model):
     pairs = pairs_of("left")
     result = integrated_gradients(model, pairs, "resid_pre", ["layer"], layers=0, steps=64)
