@@ -30,6 +30,13 @@ _OF_A_HARVEST = (
 """The fields of `interp.store.HarvestConfig`."""
 
 
+_IN_A_HARVEST_OF_OTHERS = {
+    **dict.fromkeys(("batch_size", "store_batch_size"), "batch"),
+    **dict.fromkeys(("context_size", "ctx_len", "max_length", "seq_len"), "context"),
+}
+"""Keywords of other libraries, each with the field of `HarvestConfig`."""
+
+
 def _harvest_arguments() -> dict[str, str]:
     """Return the advice for settings of a harvest that are written as keywords."""
     advice = {}
@@ -40,6 +47,10 @@ def _harvest_arguments() -> dict[str, str]:
             f"use harvest(model, texts, names, out, {config}), and then "
             "Activations(out).statistics()"
         )
+    for name, ours in _IN_A_HARVEST_OF_OTHERS.items():
+        use = f"use config=HarvestConfig({ours}=...)"
+        advice[f"harvest.{name}"] = advice[f"plan.{name}"] = use
+        advice[f"HarvestConfig.{name}"] = f"use {ours}="
     return advice
 
 
@@ -51,7 +62,7 @@ def _contrast_arguments() -> dict[str, str]:
         pair = f"the two kinds of texts are one argument: {call}({first}, (yes, no), ...)"
         advice |= dict.fromkeys([f"{call}.yes", f"{call}.no", f"{call}.*"], pair)
         advice[f"{call}.labels"] = f"use {call}({first}, Contrast(store, labels=...), ...)"
-        for name in ("pos", "batch"):
+        for name in ("pos", "batch", "groups"):
             advice[f"{call}.{name}"] = f"use {call}({first}, Contrast(yes, no, {name}=...), ...)"
     return advice
 
@@ -68,11 +79,26 @@ def _patching_arguments() -> dict[str, str]:
     return {f"{call}.{word}": advice for call in calls for word in words}
 
 
-_HUB = "load_sae('owner/repository/folder') downloads a dictionary from the hub"
+_HUB = (
+    "load_sae('release/sae_id') takes the release and the id of SAELens as one text; "
+    "load_sae('owner/repository/folder') downloads a dictionary from the hub"
+)
+_OWN = (
+    "interp.features.Dictionary(W_enc, W_dec, b_enc, b_dec, activation) for weights of your own, "
+    "and interp.load_sae(path) for files"
+)
+_DIRECTION = (
+    "interp.directions.Direction({'blocks.12.resid_post': vector}); difference_of_means(model, "
+    "(yes, no), site) finds one"
+)
+_PROBE = "interp.directions.probe(model, (yes, no), site)"
+_STORE = "interp.store.harvest(model, texts, names, folder), then interp.store.Activations(folder)"
+_SPLICE = "with interp.splice(model, sae) as runner: runner.run_with_cache(text)"
+_ADD = "interp.edits.add(vector, scale=2.0), as a hook: hooks={'blocks.12.resid_post': edit}"
 _SIZE = "change it afterwards: figure = result.plot(); figure.set_size_inches(4, 3)"
 _LIMIT = "use limit=2.0 for colours from -2 to 2"
 _LAYER = "name the layer in site=, such as site='blocks.2.resid_post'"
-_VECTORS = "a direction has its points: vectors.at(2) is the vector of layer 2"
+_VECTORS = "a direction has its points: vectors.at(2) has only the vector of layer 2"
 # Words of other libraries and of papers for the number that multiplies a steering vector.
 _STRENGTHS = (
     "strength",
@@ -92,6 +118,9 @@ _ARGUMENTS = {
     "splice.use_error_term": "use error=None to leave the error out; the default adds it",
     **dict.fromkeys(("Dictionary.hook_name", "Dictionary.hook_point"), "use reads= and writes="),
     "Dictionary.point": "use reads= and writes=",
+    "Dictionary.k": "use activation=TopK(k)",
+    "Dictionary.threshold": "use activation=JumpReLU(threshold)",
+    "Dictionary.apply_b_dec_to_input": "use subtracts_b_dec=",
     "steering_curve.layer": _VECTORS,
     "steering_curve.layers": _VECTORS,
     "steering_curve.site": _VECTORS,
@@ -180,7 +209,19 @@ _ATTRIBUTES = {
     "Result.squeeze": _SELECT,
     "Result.loc": _SELECT,
     "Result.iloc": _SELECT,
+    "Result.at": "result.select(layer=2)",
     "load_result": "interp.Result.load(path)",
+    **dict.fromkeys(("SteeringVector", "SteeringVectors", "ControlVector"), _DIRECTION),
+    **dict.fromkeys(
+        ("train_steering_vector", "get_steering_vector"),
+        "interp.directions.difference_of_means(model, (yes, no), site)",
+    ),
+    **dict.fromkeys(("train_probe", "LinearProbe", "LogisticRegressionProbe"), _PROBE),
+    **dict.fromkeys(("ActivationStore", "ActivationsStore", "ActivationBuffer"), _STORE),
+    **dict.fromkeys(("SparseAutoencoder", "sae_from_weights", "SparseCoder"), _OWN),
+    **dict.fromkeys(("run_with_cache_with_saes", "run_with_hooks_with_saes", "add_sae"), _SPLICE),
+    "add_vector": _ADD,
+    "add_steering_vector": _ADD,
     "Pairs.load": "Pairs(clean, corrupted, answers); files of pairs are for other programs",
     "Direction.shape": "direction[name].shape; direction[name] is the vector at a point",
     "Direction.norm": "direction[name].norm(); direction.unit() has vectors of length 1",

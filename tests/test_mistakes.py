@@ -556,6 +556,30 @@ interp.max_activating(model, [TEXT], 'blocks.0.mlp.post', neuron=[]) | TypeError
 runner.run_with_cache(5) | TypeError | texts must be .*got 5
 directions.probe(model, ([TEXT], ['x']), kind=3) | TypeError | kind must be one of logistic, linear; got 3
 effects.top('3') | TypeError | k must be a whole number .*'3'
+directions.probe(model, ([TEXT], ['x']), groups=[0, 1])          | TypeError | groups=; use probe\(model, Contrast\(yes, no, groups=...\), ...\)
+store.harvest(model, [TEXT], 'embed', 'folder', batch_size=8)   | TypeError | batch_size=; use config=HarvestConfig\(batch=...\)
+store.plan(model, [TEXT], 'embed', context_size=8)              | TypeError | context_size=; use config=HarvestConfig\(context=...\)
+store.HarvestConfig(ctx_len=8)                                  | TypeError | ctx_len=; use context=
+effects.at(layer=2)                                             | AttributeError | result.select\(layer=2\)
+runner.run_with_cache_with_saes(TEXT)                           | AttributeError | with interp.splice\(model, sae\)
+from_interp('SteeringVector')                                   | ImportError | interp.directions.Direction
+from_interp('LinearProbe')                                      | ImportError | interp.directions.probe
+from_interp('train_probe')                                      | ImportError | interp.directions.probe
+from_interp('ActivationStore')                                  | ImportError | interp.store.harvest
+from_interp('SparseAutoencoder')                                | ImportError | interp.features.Dictionary\(W_enc, .*load_sae
+from_interp('sae_from_weights')                                 | ImportError | interp.features.Dictionary\(W_enc
+from_interp('SAE')                                              | ImportError | load_sae\(path\), or interp.features.Dictionary\(W_enc
+from_interp('add_vector')                                       | ImportError | interp.edits.add\(vector
+model.to_tokens([TEXT, 'x'])[1]                                 | TypeError | text.rows\(slice\(1, 2\)\), text.tokens
+features.Dictionary(eye, eye, eye[0], eye[0], nn.ReLU(), k=2)   | TypeError | k=; use activation=TopK\(k\)
+features.Dictionary(eye[:2].T, eye[:2].T, eye[0, :2], eye[0], nn.ReLU()) | ValueError | W_dec must be .*\[2, 3\]; got \[3, 2\], which is transposed: pass W_dec.T
+features.Dictionary(eye[:2], eye[:2], eye[0, :2], eye[0], nn.ReLU()) | ValueError | W_enc must be .*\[3, 2\]; got \[2, 3\], which is transposed: pass W_enc.T
+features.Dictionary(eye[:2].T, eye[:2], eye[0], eye[0, :2], nn.ReLU()) | ValueError | W_enc must be .*\[2, 3\]; got \[3, 2\], which is transposed
+load_sae('gemma-scope', 'layer_20/width_16k')                   | UnknownNameError | one text: load_sae\('gemma-scope/layer_20/width_16k'\)
+load_sae('res-jb', sae_id='blocks.8')                           | TypeError | load_sae\('release/sae_id'\) takes
+Direction({'blocks.1.resid_post': torch.ones(2)})['mlp_out', 1] | UnknownNameError | 'mlp_out', 1.*known names are 'blocks.1.resid_post'
+Direction({'blocks.1.resid_post': torch.ones(2)})[-3]           | UnknownNameError | '-3'
+Direction({'blocks.1.resid_post': torch.ones(2)})[None]         | TypeError | a layer, the name of a point, or a pair .*got None
 """
 LINES = [[part.strip() for part in line.split(" | ")] for line in MISTAKES.strip().splitlines()]
 TEXT = "def f(x): return x"

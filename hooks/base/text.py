@@ -95,6 +95,18 @@ class Text(HintsAtNames):
     def __iter__(self) -> Iterator[Any]:
         return iter((self.tokens, self.attention_mask))
 
+    def __getitem__(self, index: Any) -> Any:
+        """Raise an error, because `text[0]` could be a text or a tensor. It names both.
+
+        >>> Text(torch.tensor([[3, 1, 4]]))[0]  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        TypeError: a Text cannot be indexed: use text.rows(slice(0, 1)), text.tokens[0] or ...
+        """
+        row = f"slice({index}, {index + 1})" if isinstance(index, int) else "slice(0, 1)"
+        raise TypeError(
+            f"a Text cannot be indexed: use text.rows({row}), text.tokens[0] or text.texts"
+        )
+
     def __repr__(self) -> str:
         padded = "" if self.attention_mask is None else ", padded"
         first = "" if self.texts is None else f": {self.texts[0]!r:.60}"

@@ -2,18 +2,19 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Number
+from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from hooks import CacheError, Point
-from hooks.base import layer_of, number_of, require_kind, storage, unknown_name
+from hooks.base import layer_of, number_of, require_kind, shown, storage, unknown_name
 from interp import plots
 from interp.json_form import Table, form
 from interp.plots.view import told
@@ -53,21 +54,30 @@ class Direction(plots.Shown):
         for name, vector in self.vectors.items():
             require_kind(f"the vector at {name}", vector, kind=Tensor, words="a tensor [d]")
 
-    def __getitem__(self, place: int | str) -> Float[Tensor, " d"]:
-        """Return the vector of a layer, or of a point by its name.
+    def __getitem__(self, place: int | str | tuple[str, int]) -> Float[Tensor, " d"]:
+        """Return the vector at a point.
+
+        Args:
+            place: the name of the point; a layer; or a short name and a layer, such as
+                `("resid_post", 2)`, as in a cache. Layer -1 is the last layer that has a vector.
 
         Raises:
             UnknownNameError: if the direction has no vector there. The error contains close
                 matches.
             ValueError: if the direction has several points in the layer.
+            TypeError: if `place` has another form.
+
+        >>> v = Direction({f"blocks.{n}.resid_post": torch.tensor([float(n)]) for n in range(3)})
+        >>> v["blocks.1.resid_post"], v["resid_post", 1], v[1], v[-1]
+        (tensor([1.]), tensor([1.]), tensor([1.]), tensor([2.]))
         """
         return self.vectors[self._name(place)]
 
-    def at(self, *places: int | str) -> "Direction":
-        """Return a direction with some of the vectors, selected by layer or name.
+    def at(self, *places: int | str | tuple[str, int]) -> "Direction":
+        """Return a direction with some of the vectors, selected as in `direction[place]`.
 
         Raises:
-            UnknownNameError, ValueError: as in `direction[place]`.
+            UnknownNameError, ValueError, TypeError: as in `direction[place]`.
         """
         names = [self._name(place) for place in places]
         offsets = {name: self.offsets[name] for name in names if name in self.offsets}
@@ -294,16 +304,28 @@ class Direction(plots.Shown):
                 raise ValueError(f"directions must be vectors of one length; got shapes {shapes}")
         return cls(vectors, about={"read from": os.fspath(path)})
 
-    def _name(self, place: int | str) -> str:
-        """Return the name of the point in a layer, or the name itself.
+    def _name(self, place: int | str | tuple[str, int]) -> str:
+        """Return the name of the point at a place; see `direction[place]`.
 
         Raises:
-            UnknownNameError: if the direction has no vector there.
-            ValueError: if the direction has several points in the layer.
+            UnknownNameError, ValueError, TypeError: as in `direction[place]`.
         """
-        names = [name for name in self.vectors if place in (name, layer_of(name))]
+        match place:
+            case str():
+                names = [name for name in self.vectors if name == place]
+            case SupportsIndex():
+                names = _in_layer(self.vectors, index(place))
+            case (str(short), SupportsIndex() as layer):
+                ending = [name for name in self.vectors if f".{name}".endswith(f".{short}")]
+                names = _in_layer(ending, index(layer))
+            case _:
+                raise TypeError(
+                    "a place of a direction must be a layer, the name of a point, or a pair such "
+                    f"as ('resid_post', 2); got {shown(place)}"
+                )
         if not names:
-            error = unknown_name(str(place), self.vectors, "point of this direction")
+            name = place if isinstance(place, str) else str(place)
+            error = unknown_name(name, self.vectors, "point of this direction")
             error.args = (f"{error.args[0]} (direction[name] is a vector for any point)",)
             raise error
         if len(names) > 1:
@@ -320,6 +342,14 @@ class Direction(plots.Shown):
             for name, vector in [*self.vectors.items()][:38]
         ]
         return "\n".join(lines)
+
+
+def _in_layer(names: Iterable[str], layer: int) -> list[str]:
+    """Return the names in a layer. A negative layer counts from the last layer of the names."""
+    layer_of_name = {name: n for name in names if (n := layer_of(name)) is not None}
+    if layer < 0:
+        layer += max(layer_of_name.values(), default=-1) + 1
+    return [name for name, n in layer_of_name.items() if n == layer]
 
 
 def _flat(value: Float[Tensor, "..."], size: int) -> Float[Tensor, "*_rows {size}"]:

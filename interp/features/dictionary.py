@@ -139,11 +139,9 @@ class Dictionary(plots.Shown, nn.Module, metaclass=HintedClass):
             "W_skip": (W_skip, "d_in d_out"),
         }
         thresholds = {name: (tensor, "feature") for name, tensor in activation.named_buffers()}
-        d_in, n_features = W_enc.shape
-        sizes = {"d_in": d_in, "feature": n_features, "d_out": W_dec.shape[1]}
-        require_sizes(sizes, {**weights, **thresholds})
+        require_sizes(_sizes(W_enc, W_dec, b_enc), {**weights, **thresholds})
         if isinstance(activation, TopK):
-            require_integer("k", activation.k, most=n_features)
+            require_integer("k", activation.k, most=W_enc.shape[1])
         for name, (weight, _) in weights.items():
             self.register_buffer(name, weight)
         self.activation = activation
@@ -468,6 +466,23 @@ def _require_matrix(name: str, weight: object, axes: str) -> None:
         raise ValueError(f"{name} must be [{axes}]; got {[*weight.shape]}")
 
 
+def _sizes(W_enc: Tensor, W_dec: Tensor, b_enc: object) -> dict[str, int]:
+    """Return the size of each axis of the weights.
+
+    The number of features is also the length of `b_enc`. If a matrix has this length on the other
+    side, it is transposed, and the sizes are of the transposed matrix. `require_sizes` then raises
+    an error that says so.
+    """
+    d_in, n_features = W_enc.shape
+    n_biases = b_enc.numel() if isinstance(b_enc, Tensor) else n_features
+    if n_features != n_biases and d_in == n_biases:
+        n_features, d_in = W_enc.shape
+    d_out = W_dec.shape[1]
+    if W_dec.shape[0] != n_features and d_out == n_features:
+        d_out = W_dec.shape[0]
+    return {"d_in": d_in, "feature": n_features, "d_out": d_out}
+
+
 def require_sizes(
     sizes: Mapping[str, int], weights: Mapping[str, tuple[Tensor | None, str]]
 ) -> None:
@@ -484,4 +499,6 @@ def require_sizes(
         wanted = [sizes[axis] for axis in axes.split()]
         one_for_all = name == "threshold" and weight is not None and weight.ndim == 0
         if weight is not None and [*weight.shape] != wanted and not one_for_all:
-            raise ValueError(f"{name} must be [{axes}], {wanted}; got {[*weight.shape]}")
+            is_turned = weight.ndim == 2 and [*weight.mT.shape] == wanted
+            hint = f", which is transposed: pass {name}.T" if is_turned else ""
+            raise ValueError(f"{name} must be [{axes}], {wanted}; got {[*weight.shape]}{hint}")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hooks import UnknownNameError
 from hooks.base import damage_of, explains_calls, require_kind, storage, unknown_name
 from interp.features.bundled import NAMES, bundled
 from interp.features.crosscoder import Crosscoder
@@ -220,7 +221,7 @@ def load_any(
     """
     _require_arguments(path, format, dtype)
     if format not in ("auto", *FORMS):
-        raise unknown_name(format, FORMS, "format of dictionaries")
+        raise _unknown_format(path, format)
     if str(path) in NAMES and not Path(path).exists():
         _settings(settings or {}, bundled, str(path))
         ours = bundled(str(path))
@@ -269,6 +270,17 @@ def _require_arguments(path: object, format: object, dtype: object) -> None:
     )
     if not str(path):
         raise FileNotFoundError(f"path must name a folder or a file; got {path!r}")
+
+
+def _unknown_format(path: str | os.PathLike[str], format: str) -> UnknownNameError:
+    """Return the error for an unknown format, which may be the id of a dictionary in a release."""
+    error = unknown_name(format, FORMS, "format of dictionaries")
+    if "/" in format or "." in format:
+        one_text = f"load_sae({f'{os.fspath(path)}/{format}'!r})"
+        error = UnknownNameError(
+            f"{error.args[0]}; a release and an id are one text: {one_text}", format
+        )
+    return error
 
 
 def _local(path: str | os.PathLike[str]) -> Path:

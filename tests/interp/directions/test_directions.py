@@ -267,6 +267,28 @@ def test_a_direction_is_an_edit_of_its_own_points(model):
     assert repr(edits.add(v, 2.0)).startswith("edits.add(")
 
 
+def test_a_place_of_a_direction_has_the_forms_of_a_key_of_a_cache():
+    names = ["blocks.2.resid_post", "blocks.5.resid_post", "blocks.3.mlp_out", "encoder"]
+    v = Direction({name: torch.tensor([float(number)]) for number, name in enumerate(names)})
+    assert v["resid_post", 5] == v["blocks.5.resid_post", 5] == v[5] == v[np.int64(5)] == 1
+    # Layer -1 is the last layer that has a vector at such a point.
+    assert v["resid_post", -1] == 1
+    assert v["mlp_out", -1] == v[3] == 2
+    assert v[-1] == 1
+    assert v[-4] == 0
+    assert [*v.at(("resid_post", 2), -1, "encoder").vectors] == [names[0], names[1], names[3]]
+    both = Direction({"blocks.2.resid_post": torch.ones(1), "blocks.2.mlp_out": torch.zeros(1)})
+    assert both["mlp_out", 2] == 0
+    with pytest.raises(ValueError, match="resid_post and blocks.2.mlp_out"):
+        both[2]
+    for missing in (("resid_post", 3), ("post", 2), ("encoder", 0), 4, -7, "resid_post"):
+        with pytest.raises(UnknownNameError, match="point of this direction"):
+            v[missing]
+    for wrong in (2.5, None, (2, "resid_post"), ("resid_post", "2"), ("resid_post", 2, 3)):
+        with pytest.raises(TypeError, match="a layer, the name of a point, or a pair"):
+            v[wrong]
+
+
 def values_and_labels(rank=6, rows=40):
     """Return values in a space of few dimensions, like outputs of a norm, and labels that depend on
     the values.
