@@ -14,11 +14,14 @@ HookError
 import difflib
 import functools
 import importlib
+import importlib.metadata
+import json
 import math
 import operator
 import textwrap
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable, Mapping
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from hooks.base.saying import shown
 
@@ -216,20 +219,49 @@ def require_integer(name: str, value: Any, least: int = 1, most: float = math.in
 
 
 def requirement(extra: str) -> str:
-    """Return the requirement for `pip install`: this package with an extra, from its repository.
+    """Return the argument of `pip install` that adds an extra to this package.
 
-    >>> requirement("ray")
-    'hookscope[ray] @ git+https://github.com/hookscope/hookscope'
+    The argument names the commit, the folder or the archive from which this package was installed,
+    so the command does not replace it by another version.
     """
-    return f"hookscope[{extra}] @ git+https://github.com/hookscope/hookscope"
+    try:
+        origin = importlib.metadata.distribution("hookscope").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        origin = None
+    return _requirement(extra, json.loads(origin or "{}"))
 
 
-def library(name: str, install: str = requirement("hf")) -> Any:
+def _requirement(extra: str, origin: Mapping[str, Any]) -> str:
+    """Return the argument of `pip install` for an installed package and an extra.
+
+    Args:
+        extra: the extra.
+        origin: the content of the file `direct_url.json` that pip writes; empty if there is none.
+
+    >>> _requirement("ray", {})
+    'hookscope[ray] @ git+https://github.com/hookscope/hookscope'
+    >>> commit = {"vcs": "git", "commit_id": "8f3a", "requested_revision": "v0.1.0"}
+    >>> _requirement("ray", {"url": "https://example.org/hookscope", "vcs_info": commit})
+    'hookscope[ray] @ git+https://example.org/hookscope@8f3a'
+    >>> _requirement("ray", {"url": "file:///home/me/hookscope", "dir_info": {"editable": True}})
+    '--editable=/home/me/hookscope[ray]'
+    """
+    url = origin.get("url", "git+https://github.com/hookscope/hookscope")
+    if commit := origin.get("vcs_info"):
+        url = f"{commit['vcs']}+{url}@{commit['commit_id']}"
+    if origin.get("dir_info", {}).get("editable"):
+        return f"--editable={unquote(urlsplit(url).path)}[{extra}]"
+    return f"hookscope[{extra}] @ {url}"
+
+
+def library(name: str, install: str | None = None, *, extra: str = "hf") -> Any:
     """Import an optional library.
 
     Args:
         name: the name of the module.
-        install: the requirement for `pip install` that brings the library.
+        install: the argument of `pip install` that installs the library. Default: this package with
+            `extra`.
+        extra: the extra of this package that contains the library.
 
     Raises:
         ImportError: if the library is missing; the message contains the command to install it.
@@ -239,7 +271,8 @@ def library(name: str, install: str = requirement("hf")) -> Any:
     except ModuleNotFoundError as error:
         if error.name != name.partition(".")[0]:
             raise
-        raise ImportError(f'{error.name} is missing: pip install "{install}"', name=name) from None
+        command = f'pip install "{install or requirement(extra)}"'
+        raise ImportError(f"{error.name} is missing: {command}", name=name) from None
 
 
 # The reasons for errors of huggingface_hub, by the names of their classes.

@@ -43,7 +43,6 @@ from hooks.base import (
     require_integer,
     require_kind,
     require_module,
-    requirement,
     shows_progress,
     storage,
     without_gradients,
@@ -401,7 +400,7 @@ class _Classifier:
             values: the values, [row, d].
             labels: the labels, 0 or 1.
         """
-        linear = library("sklearn.linear_model", requirement("probes"))
+        linear = library("sklearn.linear_model", extra="probes")
         mean, spread = values.mean(0), values.std(0)
         # A column that varies by no more than float32 rounding is treated as constant, in any
         # dtype. Its coefficient is 0.

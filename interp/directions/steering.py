@@ -14,7 +14,6 @@ from hooks.base import (
     named_spans,
     number_of,
     require_kind,
-    requirement,
     shows_progress,
     without_gradients,
 )
@@ -130,7 +129,7 @@ class SteeringCurve(plots.Shown):
         Raises:
             ImportError: if pandas is not installed.
         """
-        table = library("pandas", requirement("tables")).DataFrame({"strength": self.strengths})
+        table = library("pandas", extra="tables").DataFrame({"strength": self.strengths})
         for name, result in self._columns().items():
             low, high = result.interval()
             numbers = {name: result.mean(), f"{name}_low": low, f"{name}_high": high}

@@ -29,7 +29,6 @@ from hooks.base import (
     number_of,
     require_integer,
     require_kind,
-    requirement,
     shown,
     storage,
     unknown_name,
@@ -758,7 +757,7 @@ class Result(plots.Shown):
         Raises:
             ImportError: if pandas is not installed.
         """
-        pandas = library("pandas", requirement("tables"))
+        pandas = library("pandas", extra="tables")
         rows = []
         for place in self.places(self.existing(range(self.values[..., 0].numel()))):
             words = {f"{axis}_word": word for axis, word in place.words.items()}

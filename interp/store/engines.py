@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from hooks.base import library, require_integer, requirement, shown
+from hooks.base import library, require_integer, shown
 
 Model = nn.Module | Callable[[], nn.Module]
 """A model, or a function that returns a model."""
@@ -123,7 +123,7 @@ class Ray:
             ValueError: if `workers` is below 1.
         """
         require_integer("workers", self.workers)
-        ray = library("ray", requirement("ray"))
+        ray = library("ray", extra="ray")
         if not ray.is_initialized():
             ray.init()
         options = {"num_cpus": 1, **self.resources, "max_restarts": -1, "max_task_retries": RETRIES}

@@ -1,6 +1,8 @@
 """Errors and warnings that all packages share: optional libraries, choices, lines of callers."""
 
+import importlib.metadata
 import inspect
+import re
 
 import pytest
 
@@ -11,10 +13,44 @@ from interp import composition_scores
 def test_a_library_that_lacks_another_says_which(tmp_path, monkeypatch):
     (tmp_path / "halfway.py").write_text("import no_such_library_of_anyone")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ImportError, match='pip install "hookscope'):
+    with pytest.raises(ImportError, match=r'pip install ".*\[hf\]'):
         library("no_such_library_of_anyone.part")
     with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_library_of_anyone'"):
         library("halfway")
+
+
+@pytest.mark.parametrize(
+    ("origin", "argument"),
+    [
+        (None, "hookscope[ray] @ git+https://github.com/hookscope/hookscope"),
+        (
+            '{"url": "https://g.example/h", "vcs_info": {"vcs": "git", "commit_id": "8f3a"}}',
+            "hookscope[ray] @ git+https://g.example/h@8f3a",
+        ),
+        ('{"url": "https://g.example/h.zip", "archive_info": {}}', "hookscope[ray] @ https://g."),
+        ('{"url": "file:///my%20h", "dir_info": {}}', "hookscope[ray] @ file:///my%20h"),
+        ('{"url": "file:///my%20h", "dir_info": {"editable": true}}', "--editable=/my h[ray]"),
+    ],
+)
+def test_the_advice_to_install_an_extra_keeps_the_installed_version(monkeypatch, origin, argument):
+    """pip writes these forms of direct_url.json (PEP 610)."""
+
+    class Distribution:
+        def read_text(self, name):
+            return {"direct_url.json": origin}[name]
+
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: Distribution())
+    with pytest.raises(ImportError, match=re.escape(f'pip install "{argument}')):
+        library("no_such_library_of_anyone", extra="ray")
+
+
+def test_a_package_that_is_not_installed_is_advised_from_its_repository(monkeypatch):
+    def distribution(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.distribution", distribution)
+    with pytest.raises(ImportError, match=r"hookscope\[hf\] @ git\+https://github.com/hookscope"):
+        library("no_such_library_of_anyone")
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -468,7 +468,7 @@ def test_the_error_of_a_figure_names_the_missing_library(values, monkeypatch):
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
-    with pytest.raises(ModuleNotFoundError, match=r"hookscope\[plots\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install .*\[plots\]"):
         Result(values, ("row", "column", "example")).plot()
 
 
