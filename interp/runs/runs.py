@@ -103,11 +103,12 @@ class Runs:
         self.runner = runner_of(model)
         self.max_bytes = max_bytes
         require_choice("direction", direction, (None, "denoising", "noising"))
-        if source is not None:
+        if source is None:
+            require_made("pairs", pairs, Pairs)
+            assert isinstance(pairs, Pairs)
+        else:
             pairs = (pairs if isinstance(pairs, Pairs) else Pairs(pairs)).clean_only()
             direction = None
-        require_made("pairs", pairs, Pairs)
-        assert isinstance(pairs, Pairs)
         self.pairs = pairs.read_by(model)
         self.rows = self.pairs.rows()
         self.source_model = source
