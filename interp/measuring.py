@@ -26,7 +26,7 @@ from hooks.base import (
     writer_of,
 )
 from interp.inputs.token_positions import Mask, Position, last_real, short
-from interp.inputs.words import require_clear_words
+from interp.inputs.words import require_clear_words, tokens_of_words
 from interp.numbers.precision import has_nan
 
 Metric = Callable[[Float[Tensor, "batch pos vocab"]], Shaped[Tensor, " batch"]]
@@ -235,6 +235,30 @@ class WordedMetric:
             for value in self.made_by.arguments.values():
                 require_clear_words(model, value)
         return in_words(self.read(model), writer_of(model))
+
+    def read_after(self, model: nn.Module, text: Text) -> Metric:
+        """Return the metric with tokens of a model.
+
+        At the last position, a word is read like an answer that continues its text.
+
+        Args:
+            model: the model whose tokenizer converts the words.
+            text: the texts of the examples.
+
+        Raises:
+            ValueError: if a word is empty, is several tokens, or could be both a new word and the
+                rest of a word.
+        """
+        if not self.is_at_last or self.made_by is None:
+            metric = self.read(model)
+        else:
+            texts = text.of_logits.listed()
+            arguments = {}
+            for name, value in self.made_by.arguments.items():
+                arguments[name] = tokens_of_words(model, texts, value)
+            metric = MetricCall(self.made_by.make, arguments)()
+        assert isinstance(metric, TokenMetric)
+        return replace(metric, call=self.call)
 
     def __call__(self, logits: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Raise an error, because texts cannot be converted to tokens without a model."""

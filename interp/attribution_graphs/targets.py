@@ -16,9 +16,15 @@ from interp.attribution_graphs.branches import common_start
 from interp.attribution_graphs.descent import Targets
 from interp.attribution_graphs.frozen import FrozenRun
 from interp.attribution_graphs.nodes import Node
-from interp.inputs.words import AnswerTokens, is_worded, token_of_answer, tokens_of_answer
+from interp.inputs.words import (
+    AnswerTokens,
+    is_worded,
+    token_of_answer,
+    tokens_of_answer,
+    tokens_of_answers,
+)
 from interp.pairs.answers import Continuations, rows_of_answers
-from interp.pairs.scoring import answers_of_texts, require_causal
+from interp.pairs.scoring import require_causal
 
 
 class LogitTerms(NamedTuple):
@@ -143,11 +149,7 @@ def answers_of_targets(model: nn.Module, text: Text, targets: Any, pos: int) -> 
         before = tokens[: pos % len(tokens) + 1]
         answer = tokens_of_answer(model, before, targets[0], "tuple")
         return AnswersOfTargets((), (answer,))
-    read = answers_of_texts(model, text, targets)
-    if isinstance(read, Continuations):
-        answers = read.tokens[0]
-    else:
-        answers = tuple((token,) for token in read[0].tolist())
+    (answers,) = tokens_of_answers(model, text, targets)
     n = common_start(answers)
     if n:
         require_causal(model, None)

@@ -38,7 +38,6 @@ from interp.measuring import (
     last_of,
 )
 from interp.pairs.pairs import Pairs
-from interp.pairs.scoring import metric_of_texts
 from interp.protocol import logits_of
 
 ReadExamples = Pairs | Text | list[Any]
@@ -231,7 +230,7 @@ def _read_metric(model: nn.Module, value: Any, examples: ReadExamples) -> Any:
     if not isinstance(value, WordedMetric):
         return value
     text = examples.text if isinstance(examples, Pairs) else text_for(model, examples)
-    return metric_of_texts(model, text, value)
+    return value.read_after(model, text)
 
 
 def _metric_rows(value: Any, rows: Tensor) -> Any:

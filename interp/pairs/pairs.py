@@ -53,7 +53,7 @@ from interp.pairs.answers import (
     score_of_rows,
     summed_by_example,
 )
-from interp.pairs.scoring import answers_of_texts, as_answers, scoring_of
+from interp.pairs.scoring import scoring_of
 from interp.pairs.spans import Spans, aligned, aligned_words, require_equal_numbers
 from interp.plots import objects
 from interp.protocol import logits_of, runner_of
@@ -156,9 +156,9 @@ class Pairs(plots.Shown, metaclass=HintedClass):
 
     Raises:
         ValueError: if texts, answers, masks or spans do not fit each other. For strings, only
-            different numbers of texts are found at once, and other errors are raised when a model
-            reads the pairs. Also if a model reads texts in both directions, and a text does not
-            have exactly one mask token.
+            different numbers of texts and wrong numbers of answers are found at once. Other errors
+            are raised when a model reads the pairs. Also if a model reads texts in both directions,
+            and a text does not have exactly one mask token.
         TypeError: if the metric is not a function.
 
     >>> clean = torch.tensor([[3, 1, 4], [2, 1, 5]])
@@ -197,6 +197,7 @@ class Pairs(plots.Shown, metaclass=HintedClass):
     ) -> None:
         refuse(others, Pairs.__init__, "Pairs")
         _require_texts(clean=clean, corrupted=corrupted)
+        _require_answers(answers, number_of_texts(clean))
         if metric is not None:
             _require_metric(metric, pos)
         self._metric = metric
@@ -213,7 +214,6 @@ class Pairs(plots.Shown, metaclass=HintedClass):
         self._corrupted = _corrupted_text(corrupted, self._clean)
         if corrupted is not None:
             _require_as_many(clean, corrupted)
-        _require_answers(answers, number_of_texts(clean))
         self.answers = answers
         self.per_token = per_token
         self._spans: Any = spans or {}
@@ -228,12 +228,13 @@ class Pairs(plots.Shown, metaclass=HintedClass):
                 corrupted_spans=corrupted_spans,
                 last_only=last_only,
             )
-            if answers is not None:
-                self.answers = as_answers(answers, self._clean.tokens)
+            self.answers = _as_tensor(answers, self._clean.tokens)
         elif corrupted_spans is not None:
             raise ValueError(
                 "corrupted_spans needs texts and answers that are tensors; got strings or lists"
             )
+        if isinstance(self.answers, Tensor):
+            _require_one_or_two(self.answers, len(self))
 
     def read_by(self, model: nn.Module) -> "Pairs":
         """Return these pairs with all texts and answers as tokens. Analyses call this method.
@@ -256,23 +257,20 @@ class Pairs(plots.Shown, metaclass=HintedClass):
         """
         clean = text_for(model, self._clean)
         corrupted = None if self._corrupted is None else text_for(model, self._corrupted)
-        answers = self.answers
         if not self.is_read:
             clean, corrupted = aligned_words(
                 model, clean, corrupted, spans=self._spans, last_only=self.last_only
             )
-            if answers is not None:
-                answers = answers_of_texts(model, clean, answers)
         scoring = scoring_of(
             model,
             clean,
             corrupted,
-            answers=answers,
+            answers=self.answers,
             metric=self._metric,
             pos=self.pos,
             per_token=self.per_token,
         )
-        if self._has_both and isinstance(answers, Continuations):
+        if self._has_both and isinstance(scoring.answers, Continuations):
             raise ValueError(
                 "metric must be left out for answers of several tokens, whose metric is their "
                 f"log-probability; got {self._metric!r}"
@@ -280,7 +278,7 @@ class Pairs(plots.Shown, metaclass=HintedClass):
         pairs = copy.copy(self)
         pairs._clean = clean
         pairs._corrupted = corrupted
-        pairs.answers = answers
+        pairs.answers = scoring.answers
         pairs.continuations = scoring.continuations or self.continuations
         pairs._metric = scoring.metric
         pairs.pos = scoring.pos
@@ -733,6 +731,40 @@ def _require_answers(answers: Any, n_texts: int | None) -> None:
             f"answers must be a list with one answer for each of {n_texts} texts, or a tuple "
             f"(right, wrong); got {len(answers)} answers"
         )
+
+
+def _as_tensor(answers: Any, tokens: Shaped[Tensor, "batch *size"]) -> Tensor | None:
+    """Return answers that are tokens as a tensor; None if there are no answers.
+
+    Args:
+        answers: the answers as they were given. One answer, or one tuple (right, wrong), is used
+            for every text.
+        tokens: the tokens of the texts.
+    """
+    if isinstance(answers, Tensor | None):
+        return answers
+    is_shared = isinstance(answers, (int, tuple))
+    answers = [answers] * len(tokens) if is_shared else answers
+    return torch.as_tensor(answers, device=tokens.device)
+
+
+def _require_one_or_two(answers: Tensor, n_texts: int) -> None:
+    """Check that answers are one token or two tokens for each text.
+
+    Args:
+        answers: the tokens.
+        n_texts: the number of texts.
+
+    Raises:
+        ValueError: if there are too few or too many tokens, or a token is negative.
+    """
+    if answers.shape not in ((n_texts,), (n_texts, 2)):
+        raise ValueError(
+            f"answers must be right tokens [{n_texts}], or right and wrong tokens [{n_texts}, 2]; "
+            f"got {list(answers.shape)}"
+        )
+    if int(answers.min()) < 0:
+        raise ValueError(f"answers must be at least 0; got {int(answers.min())}")
 
 
 def _require_metric(metric: Metric, pos: Tokens | None) -> None:

@@ -1,39 +1,42 @@
-"""Answers of pairs, and metrics with words: convert the words to tokens of a model.
+"""Scores of pairs: their answers, and the words of their metric, as tokens of a model.
 
-1. Convert the answers to tokens (`answers_of_texts`). Each answer continues its text.
-2. Find the answers of several tokens, in the pairs or in the metric (`answers_of_metric`). Such
-   answers replace the metric by the score of their rows; see `answers`.
-3. Otherwise, convert the words of the metric by the same rules (`metric_of_texts`), or find the
-   position at which the model answers (`answer_positions`).
+1. Convert the answers to tokens. Each answer continues its text.
+2. Convert the words of the metric by the same rules. If the metric is a score of answers, such as
+   `log_prob`, and one of them is several tokens, these answers replace the metric.
+3. Find the position at which the model answers (`answer_positions`). Answers of several tokens
+   always follow the text (`require_causal`). Their score is the score of their rows; see `answers`.
 
-`scoring_of` does steps 2 and 3.
+`scoring_of` does these steps.
 """
 
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from jaxtyping import Int, Shaped
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from hooks.base import Text
 from interp.inputs.token_positions import short
-from interp.inputs.words import has_several_tokens, tokens_of_answers, tokens_of_words
-from interp.measuring import Metric, MetricCall, TokenMetric, WordedMetric
+from interp.inputs.words import has_several_tokens, tokens_of_answers
+from interp.measuring import Metric, WordedMetric
 from interp.pairs.answers import AnswerScore, Continuations
 from interp.protocol import of
 
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """The scored answers of pairs, or their metric, as tokens of a model.
+    """The answers and the metric of pairs, as tokens of a model.
 
     Attributes:
+        answers: the right tokens [batch], or the right and the wrong tokens [batch, 2];
+            `Continuations` if an answer is several tokens; None if the pairs have no answers.
         continuations: the answers of several tokens that are scored; None if there are none.
         metric: the metric; None if the answers define it.
         pos: the position of the answers; None for the last real token.
     """
 
+    answers: Tensor | Continuations | None
     continuations: Continuations | None
     metric: Metric | None
     pos: int | Int[Tensor, " batch"] | None
@@ -44,130 +47,44 @@ def scoring_of(
     clean: Text,
     corrupted: Text | None,
     *,
-    answers: Tensor | Continuations | None,
+    answers: Any,
     metric: Metric | None,
     pos: int | Int[Tensor, " batch"] | None,
     per_token: bool,
 ) -> Scoring:
-    """Return the scored answers and the metric of pairs, as tokens of a model.
+    """Return the answers and the metric of pairs, as tokens of a model.
 
     Args:
         model: the model whose tokenizer converts strings.
         clean, corrupted: the texts of the pairs as tokens; None if there are no corrupted texts.
-        answers: the answers as tokens, from `answers_of_texts`; None if the pairs have no answers.
+        answers: the answer of each text, or its right and its wrong answer; or one for all texts.
+            Answers that are tokens already are returned unchanged.
         metric, pos, per_token: see `Pairs`.
 
     Raises:
         ValueError: see `Pairs.read_by`.
     """
-    continuations = answers_of_metric(model, clean, metric)
-    if metric is None and isinstance(answers, Continuations):
-        continuations = answers
+    if not isinstance(answers, Tensor | Continuations | None):
+        tokens = tokens_of_answers(model, clean, answers)
+        if any(len(answer) > 1 for answers_of_text in tokens for answer in answers_of_text):
+            answers = Continuations(tokens)
+        else:
+            answers = torch.tensor(tokens, device=clean.tokens.device)[..., 0]
+            answers = answers[:, 0] if answers.shape[1] == 1 else answers
+    continuations = answers if metric is None and isinstance(answers, Continuations) else None
+    if isinstance(metric, WordedMetric):
+        if has_several_tokens(model, metric.answers):
+            tokens = tokens_of_answers(model, clean, metric.answers, "metric")
+            continuations = Continuations(tokens, score=cast(AnswerScore, metric.score))
+            metric = None
+        else:
+            metric = metric.read_after(model, clean)
     if continuations is not None:
         require_causal(model, pos)
         continuations = replace(continuations, per_token=per_token)
-        metric = None
-    elif metric is not None:
-        metric = metric_of_texts(model, clean, metric)
-    elif answers is not None and pos is None:
+    elif metric is None and answers is not None and pos is None:
         pos = answer_positions(model, clean, corrupted)
-    return Scoring(continuations, metric, pos)
-
-
-def answers_of_texts(model: nn.Module, text: Text, answers: Any) -> Tensor | Continuations:
-    """Return the answers of texts as tokens.
-
-    Args:
-        model: the model whose tokenizer converts strings.
-        text: the texts that the answers continue.
-        answers: the answer of each text, or its right and its wrong answer; or one for all texts.
-
-    Returns:
-        If each answer is one token, the right tokens [batch], or the right and the wrong tokens
-        [batch, 2]. Otherwise `Continuations`.
-
-    Raises:
-        ValueError: if the number of answers does not fit the texts, or an answer does not fit its
-            text; see `tokens_of_answer`.
-    """
-    if isinstance(answers, Tensor):
-        return as_answers(answers, text.tokens)
-    answer_tokens = tokens_of_answers(model, text, answers)
-    if any(len(tokens) > 1 for parts in answer_tokens for tokens in parts):
-        return Continuations(answer_tokens)
-    ids = torch.tensor(answer_tokens, device=text.tokens.device)[..., 0]
-    return ids[:, 0] if ids.shape[1] == 1 else ids
-
-
-def as_answers(answers: Any, tokens: Shaped[Tensor, "batch *size"]) -> Tensor:
-    """Return answers as a tensor [batch] or, with wrong answers, [batch, 2].
-
-    Args:
-        answers: the answers; see `Pairs`. One answer, or one tuple (right, wrong), is used for
-            every text.
-        tokens: the tokens of the texts.
-
-    Raises:
-        ValueError: if the answers are not one or two tokens for each text.
-    """
-    if not isinstance(answers, Tensor):
-        is_shared = isinstance(answers, (int, tuple))
-        answers = [answers] * len(tokens) if is_shared else answers
-        answers = torch.as_tensor(answers, device=tokens.device)
-    batch = len(tokens)
-    if answers.shape not in ((batch,), (batch, 2)):
-        raise ValueError(
-            f"answers must be right tokens [{batch}], or right and wrong tokens [{batch}, 2]; "
-            f"got {list(answers.shape)}"
-        )
-    if int(answers.min()) < 0:
-        raise ValueError(f"answers must be at least 0; got {int(answers.min())}")
-    return answers
-
-
-def answers_of_metric(model: nn.Module, text: Text, metric: Metric | None) -> Continuations | None:
-    """Return the answers that a metric scores, if one of them is several tokens; otherwise None.
-
-    Args:
-        model: the model whose tokenizer converts strings.
-        text: the texts that the answers continue.
-        metric: the metric of the pairs.
-
-    Raises:
-        ValueError: see `answers_of_texts`.
-    """
-    if not isinstance(metric, WordedMetric) or not has_several_tokens(model, metric.answers):
-        return None
-    tokens = tokens_of_answers(model, text, metric.answers, "metric")
-    return Continuations(tokens, score=cast(AnswerScore, metric.score))
-
-
-def metric_of_texts(model: nn.Module, text: Text, metric: Metric) -> Metric:
-    """Return a metric with tokens in place of words.
-
-    At the last position, a word is read like an answer that continues its text.
-
-    Args:
-        model: the model whose tokenizer converts strings.
-        text: the texts of the examples.
-        metric: the metric. A metric without words is returned unchanged.
-
-    Raises:
-        ValueError: if a word is empty, is several tokens, or could be both a new word and the rest
-            of a word.
-    """
-    if not isinstance(metric, WordedMetric):
-        return metric
-    if metric.is_at_last and metric.made_by is not None:
-        texts = text.of_logits.listed()
-        arguments = {}
-        for name, value in metric.made_by.arguments.items():
-            arguments[name] = tokens_of_words(model, texts, value)
-        read = MetricCall(metric.made_by.make, arguments)()
-    else:
-        read = metric.read(model)
-    assert isinstance(read, TokenMetric)
-    return replace(read, call=metric.call)
+    return Scoring(answers, continuations, metric, pos)
 
 
 def require_causal(model: nn.Module, pos: Any) -> None:

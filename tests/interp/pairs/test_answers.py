@@ -814,6 +814,27 @@ def test_answers_and_a_metric_of_several_tokens_are_refused():
         pairs.read_by(load("pydoc-4l"))
 
 
+def test_another_metric_replaces_the_log_probability_of_answers_of_several_tokens():
+    model = load("pydoc-4l")
+    pairs = Pairs("Return the", answers=(" number of", " list of"))
+    read = pairs.measured_by(last_logit).read_by(model)
+    assert read.continuations is None
+    assert read.metric is last_logit
+    worded = pairs.measured_by(log_prob(" list of")).read_by(model)
+    assert [*map(list, worded.continuations.tokens)] == [[tuple(model.encoded(" list of"))]]
+
+
+def last_logit(logits):
+    """Return the logit of a token at the last position."""
+    return logits[:, -1, 7]
+
+
+def test_the_score_of_an_answer_takes_the_place_of_a_metric_with_its_words():
+    read = Pairs("Return the", metric=log_prob(" list of")).read_by(load("pydoc-4l"))
+    assert read.metric.n_texts == 1
+    assert repr(read.metric) == "log_prob(' list of')"
+
+
 def test_arguments_without_positions_of_answers_are_refused(model):
     inputs = text(CLEAN, "left")
     by_position = inputs | {"query_key_mask": torch.ones(3, 5, 5, dtype=torch.bool).tril()}

@@ -419,3 +419,27 @@ def test_a_metric_of_two_masks_needs_the_mask_of_its_logits():
 def test_answers_are_counted_before_a_model_reads_them(answers, error, message):
     with pytest.raises(error, match=message):
         Pairs(["def f", "import"], answers=answers)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "texts", [["def f", "import"], [[3, 1], [4]], {"input_ids": [[3, 1], [4]]}, Text(THREE[:2])]
+)
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        (torch.tensor([1, 2, 3]), r"right tokens \[2\].*got \[3\]"),
+        (torch.tensor([[1, 2, 3]] * 2), r"\[2, 2\]; got \[2, 3\]"),
+        (torch.tensor(7), r"got \[\]"),
+        (torch.tensor([3, -4]), "at least 0; got -4"),
+    ],
+)
+def test_tokens_of_answers_are_checked_before_a_model_reads_the_texts(texts, answers, message):
+    with pytest.raises(ValueError, match=message):
+        Pairs(texts, answers=answers)
+
+
+@pytest.mark.parametrize("answers", [torch.tensor([8, 9]), torch.tensor([[8, 2], [9, 3]])])
+@pytest.mark.parametrize("texts", [["def f", "import"], {"input_ids": [[3, 1], [4]]}])
+def test_tokens_of_answers_stay_the_same_when_a_model_reads_the_texts(texts, answers):
+    assert torch.equal(Pairs(texts, answers=answers).read_by(pydoc()).answers, answers)

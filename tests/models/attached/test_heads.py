@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hooks import HookedRunner
-from interp import Pairs, activation_patching, edits
+from interp import Pairs, activation_patching, edits, log_prob
 from interp.inputs.texts import padded
 from interp.protocol import logits_of
 from models import attach
@@ -236,6 +236,8 @@ def test_pairs_without_one_mask_token_must_say_where_answers_are(clean, corrupte
     with pytest.raises(ValueError, match=match):
         Pairs(clean, corrupted, "good").read_by(model)
     assert Pairs(clean, corrupted, "good", pos=-1).read_by(model).metric.last == 1
+    # A metric has its own position.
+    assert Pairs(clean, corrupted, "good", metric=log_prob(3)).read_by(model).pos is None
 
 
 def test_pairs_need_a_tokenizer_to_find_a_mask_token():
