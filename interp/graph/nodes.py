@@ -306,6 +306,12 @@ class Sublayer:
             rest_of_mlp = whole if share is None else whole - share
             yield Writers([node_name(self.n, "mlp")], rest_of_mlp[:, :, None])
         else:
+            if not hasattr(mlp, "post"):
+                raise ValueError(
+                    f"the MLP of block {self.n} must have a hidden layer to be divided into "
+                    "neurons; got an MLP without one, such as a mixture of experts: leave out "
+                    "neurons=True"
+                )
             hidden = at(mlp.post)[..., None]
             names = [node_name(self.n, "neuron", n) for n in range(hidden.shape[2])]
             weight, bias = (mlp.W_out, mlp.b_out) if adapter is None else adapter.base()

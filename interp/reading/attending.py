@@ -143,7 +143,12 @@ def attention_attribution(
     _require_unedited(parts, scores, asked=asked, head=head)
     names, (of_query, *of_keys) = _sources(parts, scores, asked=asked, head=head)
     table = pair_table(
-        scores.scale * of_query, of_keys, asked=asked, names=names, k=k, dtype=parts.dtype
+        scores.scale * of_query,
+        of_keys,
+        asked=asked,
+        names=names,
+        k=k,
+        dtype=parts.rounding_dtype,
     )
     return replace(table, groups=groups_of_cache(cache, table.values))
 
@@ -162,7 +167,7 @@ def _require_unedited(
     v = scores.v[:, :, scores.part("k", number)[1]]
     at_query = asked.weights["q"]
     now = torch.einsum("bij,bi,bje->be", scores.pattern[:, number], at_query, v)
-    if not is_rounding(like(in_run, now)[at_query.bool()], now, parts.dtype).all():
+    if not is_rounding(like(in_run, now)[at_query.bool()], now, parts.rounding_dtype).all():
         raise CacheError(
             f"head {head} must have the same output in the run and now; was the head edited in "
             "the run?"
@@ -296,8 +301,7 @@ def pair_table(
         asked: the score that all pairs add up to.
         names: the names of the sources.
         k: the number of pairs.
-        dtype: the dtype of the run. Its rounding limits the gap between the sum of the pairs and
-            the score.
+        dtype: the dtype whose rounding limits the gap between the sum of the pairs and the score.
 
     Returns:
         A result with the axes `query_source`, `key_source` and `example`, in the unit of scores.

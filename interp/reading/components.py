@@ -78,6 +78,16 @@ class ResidualComponents:
             columns = Selection.one_each(pos).columns(n_pos, "pos", batch=batch, real=self.mask)
             self._columns = columns.expand(batch, 1)[:, 0]
 
+    @property
+    def rounding_dtype(self) -> torch.dtype:
+        """The dtype whose rounding limits the difference of a value in the run and computed again.
+
+        A model of `transformers` rotates queries and keys in float32, also if its weights are in
+        float64.
+        """
+        is_attached = self.model is not self._given
+        return torch.float32 if is_attached and self.dtype == torch.float64 else self.dtype
+
     @cached_property
     def _points(self) -> Mapping[str, Point]:
         """The points of the model that the caller passed, by name."""

@@ -401,10 +401,12 @@ class ViewBlock(nn.Module):
         factor = recorded.factor(added, "ln2_post")
         self.mlp = mlp = ViewMLP(modules, factor, 1.0 if norm else recorded.entering)
         hidden = recorded.layout.hidden
-        if hidden is not None:
+        points: Any = getattr(recorded.points, "mlp", None)
+        # The points of a mixture of experts have no hidden layer.
+        if hidden is not None and hasattr(points, "post"):
+            size = recorded.calls[hidden.post].inputs[0].shape[-1]
             adapter = _adapted(recorded.n, hidden.post, factor)
-            if adapter is not None:
-                mlp.adapter, mlp.post = adapter, recorded.points.mlp.post
+            mlp.read_hidden(points.post, HiddenMap(hidden.post, size, factor), adapter)
         self.ln2, self.ln2_post = recorded.norm_before(norm), recorded.norm_after("ln2_post")
 
     @property
@@ -747,16 +749,74 @@ class ViewMLP(ViewModules):
 
     Attributes:
         adapter: the map that reads the hidden layer, if it has an adapter; otherwise None.
-        post: the point of the hidden layer, if there is an adapter.
+        post: the point of the hidden layer. An MLP without a hidden layer, such as a mixture of
+            experts, does not have this attribute.
     """
 
     adapter: AdaptedMap | None = None
+    _map: "HiddenMap"
+
+    def read_hidden(
+        self, post: nn.Module, read_by: "HiddenMap", adapter: AdaptedMap | None
+    ) -> None:
+        """Set the hidden layer.
+
+        Args:
+            post: its point.
+            read_by: the map that reads it.
+            adapter: the same map, if it has an adapter; otherwise None.
+        """
+        self.post, self.adapter = post, adapter
+        vars(self)["_map"] = read_by
+
+    @property
+    def W_out(self) -> Float[Tensor, "d_mlp d_model"]:
+        """The weight of the map that reads the hidden layer."""
+        return self._map.weight(self.weight)
+
+    @property
+    def b_out(self) -> Float[Tensor, " d_model"]:
+        """The bias of the map that reads the hidden layer."""
+        return self._map.bias(self.weight)
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         """Return the output of the MLP."""
         output = self._run(x, lambda module, stream: module(stream))
         # Experts may see rows and positions as one axis, so restore the shape.
         return output.view(x.shape)
+
+
+class HiddenMap(NamedTuple):
+    """The map that reads the hidden layer of an MLP.
+
+    Attributes:
+        module: the module of the model.
+        size: the number of neurons.
+        factor: a number that multiplies the output of the module.
+    """
+
+    module: nn.Module
+    size: int
+    factor: float
+
+    @without_gradients
+    def weight(self, like: Tensor) -> Float[Tensor, "d_mlp d_model"]:
+        """Return the weight times the factor.
+
+        Args:
+            like: a tensor with the precision and the device of the hidden layer.
+        """
+        return _weights_of(self.module, self.size, like)[0] * self.factor
+
+    @without_gradients
+    def bias(self, like: Tensor) -> Float[Tensor, " d_model"]:
+        """Return the bias times the factor.
+
+        Args:
+            like: a tensor with the precision and the device of the hidden layer.
+        """
+        output: Tensor = self.module(like.new_zeros(1, 1, self.size))
+        return output[0, 0] * self.factor
 
 
 def _weight_of(modules: Sequence[nn.Module]) -> Tensor:

@@ -17,6 +17,8 @@ from tests.attachable import made
 from tests.decoders import FOREIGN, KINDS, KNOWN
 from tests.interp.attending import model_of
 
+# Their logits are NaN after padding, or an operation does not accept float64.
+NOT_IN_FLOAT64 = ("olmoe", "gpt_oss", "xglm", "bloom", "mpt", "gemma2")
 TEXT = torch.tensor([[3, 1, 4, 1, 5], [2, 6, 0, 3, 3]])
 
 
@@ -164,22 +166,24 @@ def test_padding_changes_no_number(side):
         attention_attribution(model, cached(model, padded, attention_mask=mask), (1, 4), -5)
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("kind", [*KINDS, *KNOWN])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_of_attached_models_with_padding(kind, dtype, monkeypatch):
     if kind in FOREIGN:
         monkeypatch.setattr("models.attached.attached.FAMILIES", {})
     if dtype is torch.bfloat16 and kind in ("olmoe", "gpt_oss"):
         pytest.skip("grouped products in half precision need other sizes than these tiny ones")
+    if dtype is torch.float64 and kind in NOT_IN_FLOAT64:
+        pytest.skip("the library does not run this model in float64 with padding on the left")
     model = made(kind).to(dtype)
     attach(model)
     texts = torch.tensor([[0, 0, 3, 1, 4, 1], [3, 1, 4, 1, 5, 9]])
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
     cache = cached(model, texts, attention_mask=mask)
     result = attention_attribution(model, cache, (1, 1), -1, -2, -3)
-    scores = cache["scores", 1][:, 1, -1].float().detach()
-    tolerance = (1e-5 if dtype is torch.float32 else 0.02) * result.values.abs().sum((0, 1)).max()
+    scores = cache["scores", 1][:, 1, -1].to(result.values.dtype).detach()
+    tolerance = (0.02 if dtype is torch.bfloat16 else 1e-5) * result.values.abs().sum((0, 1)).max()
     expected = scores[:, -2] - scores[:, -3]
     torch.testing.assert_close(result.values.sum((0, 1)), expected, rtol=0, atol=float(tolerance))
 

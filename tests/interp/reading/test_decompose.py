@@ -208,6 +208,61 @@ def test_attached_models_of_families_without_a_table_or_with_a_cap():
                 reading(model, cache, right=3)
 
 
+# The map that reads the hidden layer, and a number that multiplies its output. GLM 4 has a norm
+# after the MLP.
+OUTPUT_MAPS = {
+    "phi3": ("down_proj", 1.0),
+    "granite": ("down_proj", 0.22),
+    "cohere": ("down_proj", 1.0),
+    "starcoder2": ("c_proj", 1.0),
+    "glm4": ("down_proj", 1.0),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", OUTPUT_MAPS)
+def test_neurons_of_attached_models_of_families_without_a_table(kind):
+    pytest.importorskip("transformers")
+    from tests.attachable import config_of, made
+
+    name, factor = OUTPUT_MAPS[kind]
+    config = config_of(kind)
+    if kind == "granite":
+        config.residual_multiplier = factor
+    model = made(kind, config=config)
+    block = model.model.layers[1]
+    output_map = getattr(block.mlp, name)
+    read = []
+    handle = output_map.register_forward_pre_hook(lambda module, args: read.append(args[0]))
+    model(TOKENS)
+    handle.remove()
+    (hidden,) = read
+    neuron = hidden[..., 4, None] * output_map.weight[:, 4] * factor
+    if kind == "glm4":
+        norm = block.post_mlp_layernorm
+        whole = output_map(hidden)
+        scale = whole.pow(2).mean(-1, keepdim=True).add(norm.variance_epsilon).rsqrt()
+        neuron = neuron * scale * norm.weight
+    attach(model)
+    _, cache = run_with_cache(model, TOKENS)
+    parts = decompose(model, cache, neurons=True)
+    found = parts.values[parts.names.index("m1.n4")]
+    torch.testing.assert_close(found, neuron, rtol=0, atol=1e-5 * float(neuron.abs().max()))
+    torch.testing.assert_close(parts.values.sum(0), cache["resid_post", -1], rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_experts_are_not_divided_into_neurons():
+    pytest.importorskip("transformers")
+    from tests.attachable import made
+
+    model = made("olmoe")
+    attach(model)
+    _, cache = run_with_cache(model, TOKENS)
+    with pytest.raises(ValueError, match="block 0 must have a hidden layer"):
+        decompose(model, cache, neurons=True)
+
+
 WIDTHS = {
     "llama": dict(hidden_size=12, num_attention_heads=3, intermediate_size=20),
     "gpt2": dict(n_embd=12, n_head=3),
