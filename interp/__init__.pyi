@@ -43,6 +43,7 @@ from interp.metrics import kl_divergence as kl_divergence
 from interp.metrics import log_prob as log_prob
 from interp.metrics import logit_diff as logit_diff
 from interp.metrics import rank as rank
+from interp.numbers.ranks import rank_correlation as rank_correlation
 from interp.pairs.pairs import Pairs as Pairs
 from interp.protocol import LanguageModel as LanguageModel
 from interp.protocol import run_with_cache as run_with_cache

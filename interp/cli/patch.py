@@ -2,9 +2,12 @@
 
 import argparse
 
+from torch import nn
+
 from interp.cli.common import model_of, print_or_write, text_of_options
 from interp.effects.patching import activation_patching
 from interp.pairs.pairs import Pairs
+from interp.protocol import of
 
 
 def run(options: argparse.Namespace) -> None:
@@ -13,7 +16,9 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"--answers must be one or two answers; got {len(options.answers)}")
     model = model_of(options, trained=True)
     answers = tuple(options.answers) if len(options.answers) == 2 else options.answers[0]
-    pairs = Pairs(text_of_options(options), options.corrupted, answers)
+    text = text_of_options(options)
+    _require_equal_lengths(model, text, options.corrupted)
+    pairs = Pairs(text, options.corrupted, answers)
     result = activation_patching(
         model, pairs, site=options.site, over=options.over, direction=options.direction
     )
@@ -29,3 +34,21 @@ def run(options: argparse.Namespace) -> None:
         *repr(result.top(options.top)).splitlines(),
     ]
     print_or_write(options, "\n".join(lines), result.as_json())
+
+
+def _require_equal_lengths(model: nn.Module, *texts: str) -> None:
+    """Check that the two texts have equally many tokens.
+
+    Raises:
+        ValueError: if not. The error shows the tokens.
+    """
+    language = of(model)
+    tokens = [language.to_tokens(text).tokens[0] for text in texts]
+    if len(tokens[0]) != len(tokens[1]):
+        pieces = " and ".join(
+            f"{len(ids)}, {'|'.join(language.to_pieces(ids))!r}" for ids in tokens
+        )
+        raise ValueError(
+            f"the prompt and --corrupted must have equally many tokens; got {pieces}: change the "
+            "words of one of them"
+        )

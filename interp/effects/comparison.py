@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 _MISSES = 10
 _OTHER_NUMBERS = (
-    "interp.numbers.ranks.rank_correlation(exact.mean(), estimate.mean()) compares the order of "
-    "the places in any two results"
+    "interp.rank_correlation(exact.mean(), estimate.mean()) compares the order of the places in "
+    "any two results"
 )
 """The way to compare numbers that are not effects of the same kind, for errors."""
 
@@ -125,7 +125,7 @@ def compare_effects(exact: Result, estimate: Result) -> Comparison:
 
     If the estimate has no signs, it is compared with means of absolute exact effects. Other numbers
     of the same places, such as scores of heads, are not an estimate of effects;
-    `interp.numbers.ranks.rank_correlation` compares only the order of the places.
+    `interp.rank_correlation` compares only the order of the places.
 
     Args:
         exact: effects, such as a result of `activation_patching`.

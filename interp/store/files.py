@@ -41,6 +41,9 @@ MANIFEST = "manifest.json"
 ROWS = ("tokens", "text", "offset", "pos")
 """Facts of each row: the token, the number of its text, its place in the text and in the input."""
 
+_REPEAT = "repeat the same harvest call, which keeps finished files (of each shard=, if there are)"
+"""The way to complete a store, for errors."""
+
 FOREIGN = "belongs to another store, or has an older format"
 GROWS = ("texts", "files", "overflow")
 """Facts of a manifest that change as the store grows."""
@@ -423,7 +426,7 @@ def gathered(folder: Folder, store: str) -> dict[str, Any]:
     sizes = {end["of"] for end in jobs}
     if not sizes:
         raise CacheError(
-            f"a store must be complete to be read; no job of {folder.name} has finished"
+            f"a store must be complete to be read; no job of {folder.name} has finished: {_REPEAT}"
         )
     if len(sizes) > 1:
         raise CacheError(
@@ -433,6 +436,6 @@ def gathered(folder: Folder, store: str) -> dict[str, Any]:
     if missing:
         raise CacheError(
             f"a store must be complete to be read; {len(missing)} of {max(sizes)} files of "
-            f"{folder.name} are missing, the first is {file_of(missing[0])}: run its job"
+            f"{folder.name} are missing, the first is {file_of(missing[0])}: {_REPEAT}"
         )
     return {"texts": jobs[0]["texts"], "files": [facts[number] for number in range(*sizes)]}

@@ -287,7 +287,7 @@ def _require_facts(
     if {key: facts_of_file[key] for key in facts} != facts:
         raise ValueError(
             f"a store must continue with the same texts; file {number} has other texts, or is a "
-            "last file that is not full (choose another folder, or delete this one)"
+            f"last file that is not full: choose another folder, or delete the folder {folder.name}"
         )
 
 

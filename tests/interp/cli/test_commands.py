@@ -176,6 +176,15 @@ def test_patches_match_python(capsys):
         assert repr(result.top(2)).splitlines()[0] in text
 
 
+def test_texts_of_unequal_length_name_the_options(capsys):
+    given = ["patch", "--prompt", "part KV8", "--corrupted", "part", "--answers", "1", "4"]
+    assert main(given) == 1
+    error = capsys.readouterr().err
+    assert "the prompt and --corrupted must have equally many tokens; got 8, 'p|a|r|t| |K" in error
+    assert "and 4, 'p|a|r|t'" in error
+    assert "spans" not in error
+
+
 def test_answers_of_several_tokens_are_measured_in_nats(capsys):
     answers = (" 1 and", " 4 or b")
     given = ["patch", "--prompt", CLEAN, "--corrupted", OTHER, "--site", "mlp_out"]

@@ -69,7 +69,7 @@ def test_results_of_two_kinds_are_compared_by_rank():
     effects = result(torch.tensor([[[-1.0], [7.0]], [[-3.0], [2.0]]]), site="z")
     with pytest.raises(ValueError, match="same site") as caught:
         compare_effects(effects, scores)
-    advice = re.search(r"interp\.numbers\.\S+\(.*\)\)", str(caught.value))[0]
+    advice = re.search(r"interp\.rank_correlation\(.*\)\)", str(caught.value))[0]
     names = {"interp": interp, "exact": effects, "estimate": scores}
     assert eval(advice, names) == pytest.approx(1.5 / math.sqrt(4.5 * 5))
     assert rank_correlation(torch.tensor([1.0, 2.0]), torch.tensor([0.3, -5.0])) == pytest.approx(

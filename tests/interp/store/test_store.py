@@ -99,7 +99,7 @@ def test_several_jobs_write_the_files_of_one_job(tmp_path):
     for job in (2, 0):
         store = made(model, texts, tmp_path / "three", shard=(job, 3))
         assert repr(store) == "Activations of 3 points, not complete"
-        with pytest.raises(CacheError, match=r"\d of 5 files .*, the first is values-00000\d"):
+        with pytest.raises(CacheError, match=r"\d of 5 files .*, the first is .*: repeat the same"):
             len(store)
     made(model, texts, tmp_path / "three", shard=(1, 3))
     assert contents(tmp_path / "one") == contents(tmp_path / "three")
@@ -109,6 +109,18 @@ def test_several_jobs_write_the_files_of_one_job(tmp_path):
     assert one == other
     assert len({str(file["checksums"]) for file in one["files"]}) == 5
     assert len(Activations(tmp_path / "three")) == sum(map(len, texts))
+
+
+def test_a_store_without_a_finished_job_says_to_repeat_the_call(tmp_path):
+    model, texts = model_and_texts()
+    made(model, texts, tmp_path, shard=(0, 2))
+    # A job that is killed does not write this file.
+    next(tmp_path.glob("done-*.json")).unlink()
+    with pytest.raises(CacheError, match="no job of .* has finished: repeat the same harvest call"):
+        len(Activations(tmp_path))
+    made(model, texts, tmp_path, shard=(0, 2))
+    made(model, texts, tmp_path, shard=(1, 2))
+    assert len(Activations(tmp_path)) == sum(map(len, texts))
 
 
 def test_only_missing_or_damaged_files_are_written_again(tmp_path):
