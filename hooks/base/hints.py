@@ -206,6 +206,10 @@ class HintsAtNames:
             try:
                 return super().__getattr__(name)
             except AttributeError:
+                # The class has the name, so code of the attribute raised an AttributeError. Run it
+                # again for its error.
+                if hasattr(type(self), name):
+                    return object.__getattribute__(self, name)
                 hint = _hint_for(type(self), name)
                 if not hint and hasattr(super(), "__getattr__"):
                     raise

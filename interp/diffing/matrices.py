@@ -488,6 +488,9 @@ def _adapted(weight: Weight, name: str, layer: Any) -> Weight:
         return weight
 
     def added() -> Tensor:
+        # Adapters such as IA3 multiply the output, and have no such method.
+        if not hasattr(layer, "get_delta_weight"):
+            raise _no_matrix(name, layer)
         total: Tensor = sum(layer.get_delta_weight(adapter).double() for adapter in adapters)
         _require_linear(name, layer, total)
         return total
@@ -526,10 +529,16 @@ def _require_linear(name: str, layer: Any, added: Float[Tensor, "rows columns"])
     gap = (output - without - expected).norm()
     rounding = block_rounding(parameter.dtype)
     if gap > max(_LINEAR, rounding) * expected.norm() + rounding * output.norm():
-        raise ValueError(
-            f"an adapter must add a matrix to the weight; got {type(layer).__name__} at {name}, "
-            "which does not: merge a copy of the adapter, and compare two models"
-        )
+        raise _no_matrix(name, layer)
+
+
+def _no_matrix(name: str, layer: Any) -> ValueError:
+    """Return the error for an adapter that does not add a matrix to the weight."""
+    kind = f"{type(layer).__module__}.{type(layer).__name__}"
+    return ValueError(
+        f"an adapter must add a matrix to the weight; got {kind} at {name}, which does not: merge "
+        "a copy of the adapter, and compare two models"
+    )
 
 
 def _fused(model: nn.Module) -> dict[int, dict[str, Tensor]]:

@@ -7,7 +7,7 @@ from torch import nn
 
 import interp
 import models
-from hooks.base import require_callable
+from hooks.base import HintsAtNames, require_callable
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,18 @@ def test_an_attribute_that_is_missing_can_be_asked_for():
     assert not hasattr(interp, "logits_lens")
     assert getattr(models, "split", None) is None
     exec("from interp.store import files")  # a module that the package has not imported yet
+
+
+def test_an_error_inside_a_property_is_not_an_unknown_name():
+    class Shelf(HintsAtNames):
+        @property
+        def books(self):
+            return (3).pages
+
+    with pytest.raises(AttributeError, match="'int' object has no attribute 'pages'"):
+        _ = Shelf().books
+    with pytest.raises(AttributeError, match="Shelf has no attribute 'book'; close matches: books"):
+        _ = Shelf().book
 
 
 def test_a_function_must_take_the_arguments_that_it_receives():

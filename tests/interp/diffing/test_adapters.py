@@ -216,3 +216,17 @@ def test_an_adapter_that_adds_no_matrix_is_named():
     assert change.kl.values.max() > 0
     with pytest.raises(ValueError, match="must add a matrix"):
         change.weights  # noqa: B018  # computed at the access
+
+
+def test_an_adapter_that_multiplies_the_output_adds_no_matrix():
+    config = peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=[])
+    model = peft.get_peft_model(made("llama"), config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "ia3" in name:
+                weight.mul_(1.5)
+    attach(model)
+    change = compare_models(model, None, TOKENS)
+    assert change.kl.values.max() > 0
+    with pytest.raises(ValueError, match=r"ia3.*k_proj, which does not: merge a copy"):
+        change.weights  # noqa: B018  # computed at the access
