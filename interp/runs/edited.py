@@ -39,8 +39,19 @@ def runs_of(
             `Runs`.
     """
     require_no_direction(source, direction, "denoising")
-    if edit is None:
-        return Runs(model, pairs, direction=direction, source=source)
+    if edit is not None:
+        _require_one_edit(pairs, edit, direction=direction, source=source)
+    return Runs(model, pairs, direction=direction if edit is None else None, source=source)
+
+
+def _require_one_edit(
+    pairs: object, edit: object, *, direction: PatchingDirection, source: Source | None
+) -> None:
+    """Check the edit of an analysis, and that the call has pairs and no second run.
+
+    Args:
+        pairs, edit, direction, source: see `runs_of`.
+    """
     if not isinstance(edit, Edit):
         raise TypeError(
             "edit must be made by a function of interp.edits, such as edits.zero(); got "
@@ -60,7 +71,6 @@ def runs_of(
         "Pairs",
         call="with an edit, Pairs(texts, metric=cross_entropy(texts)) is enough",
     )
-    return Runs(model, pairs, direction=None)
 
 
 def edit_of_texts(edit: Edit, point: Point, prompts: list[list[int]]) -> Edit:
