@@ -119,6 +119,8 @@ class Runs:
         self.has_source = direction is not None or source is not None
         self.reads_other = direction is not None
         self.text = self._edited_text(self.rows)
+        # The metric of pairs without a metric. The run of the source model sets it.
+        self._divergence: Metric | None = None
 
     def _edited_text(self, pairs: Pairs) -> Text:
         """Return the texts of pairs that are edited."""
@@ -177,8 +179,11 @@ class Runs:
 
     @property
     def metric(self) -> Metric:
-        """The metric of the rows."""
-        return self.rows.metric
+        """The metric of the rows.
+
+        For pairs without a metric, it is KL(source || model), after the run of the source model.
+        """
+        return self.rows.metric if self._divergence is None else self._divergence
 
     def capture(self, text: Text, names: str | Iterable[str]) -> ActivationCache:
         """Return values of a text at some points. The run stops after the last point.
@@ -209,12 +214,12 @@ class Runs:
         """Return the metric of a run, and its values at some points."""
         arguments = text.arguments(runner.model)
         output, cache = runner.run_with_cache(text.tokens, names=[*names], **arguments)
-        if self.source_model is not None and not self.rows.has_metric:
+        logits, mask = logits_of(output), text.of_logits.attention_mask
+        needs_reference = self.source_model is not None and not self.rows.has_metric
+        if needs_reference and self._divergence is None:
             # Analyses run the source model first, so these logits are the logits of the source.
-            reference = logits_of(output)
-            mask = text.of_logits.attention_mask
-            self.rows = self.rows.measured_by(kl_divergence(reference, None, attention_mask=mask))
-        return measure(self.metric, logits_of(output), text.of_logits.attention_mask), cache
+            self._divergence = kl_divergence(logits, None, attention_mask=mask)
+        return measure(self.metric, logits, mask), cache
 
     def logits(
         self, hooks: Hooks, rows: slice | Int[Tensor, " row"] = slice(None)

@@ -22,6 +22,8 @@ from interp import (
     run_with_cache,
     sweep,
 )
+from interp.measuring import name_of
+from interp.runs.runs import Runs
 from models import CharTokenizer, attach
 from tests import tiny
 from tests.interp.effects.by_hand import changed, close
@@ -203,6 +205,15 @@ def test_a_changed_mlp_is_undone_from_its_layer_on():
     close(result.target, torch.zeros(3).double(), 1e-9)
     close(result.values[2:], -torch.stack(divergences).expand(2, 3), 1e-9)
     assert result.values[:2].abs().max() < 1e-9
+
+
+def test_a_source_gives_pairs_a_metric_and_no_other_rows():
+    """Analyses compare rows and pairs to know whether answers have several tokens."""
+    tuned, base = tuned_and_base()
+    runs = Runs(tuned, Pairs(TEXT), source=base)
+    runs.source(["blocks.0.mlp_out"])
+    assert name_of(runs.metric) == "kl_divergence(reference, pos=None)"
+    assert runs.rows is runs.pairs
 
 
 def test_attached_models_may_be_sources():
