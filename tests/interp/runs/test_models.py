@@ -214,6 +214,15 @@ def test_a_source_gives_pairs_a_metric_and_no_other_rows():
     runs.source(["blocks.0.mlp_out"])
     assert name_of(runs.metric) == "kl_divergence(reference, pos=None)"
     assert runs.rows is runs.pairs
+    runs.cache(["blocks.0.mlp_out"])
+    with torch.no_grad():
+        ours, theirs = (
+            model(TOKENS, attention_mask=MASK).log_softmax(2) for model in (tuned, base)
+        )
+    divergences = (theirs.exp() * (theirs - ours)).sum(2)
+    expected = [values[is_real].mean() for values, is_real in zip(divergences, MASK, strict=True)]
+    close(runs.base, torch.stack(expected), 1e-9)
+    close(runs.target, torch.zeros(BATCH).double(), 1e-9)
 
 
 def test_attached_models_may_be_sources():
