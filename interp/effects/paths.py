@@ -1,12 +1,12 @@
 """Edge and path patching: effects of a value from another run along some of the paths only."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from torch import nn
 
-from hooks.base import Texts, require_choice, shows_progress, without_gradients
+from hooks.base import Texts, require_choice, shown, shows_progress, without_gradients
 from interp.graph.graph import Graph
 from interp.graph.nodes import as_names
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
@@ -128,9 +128,11 @@ def path_patching(
         max_bytes: a bound on the memory in bytes; see `edge_patching`.
         receivers: the inputs of heads and MLPs that are patched together, such as `a9.h6<q>` or
             `m3`; or `logits` alone. The value of a head is its queries, keys or values at the point
-            `q`, `k` or `v`; the value of an MLP is its output.
-        senders: the heads, MLPs or embeddings whose output is patched. Default: all that come
-            before a receiver.
+            `q`, `k` or `v`; the value of an MLP is its output. A name may contain the wildcards `*`
+            and `?`: `a9.*<q>` means the queries of all heads of layer 9.
+        senders: the heads, MLPs or embeddings whose output is patched, such as `a2.h0`, `m2` or
+            `input`. A name with wildcards, such as `a*.h*` for all heads, means the matching
+            senders that come before a receiver. Default: all senders before a receiver.
         mlps: `recomputed`: the first run computes the MLPs again, as in the paper, so paths through
             MLPs count. `frozen`: MLPs keep their outputs of the edited run, so only the direct path
             to each receiver counts.
@@ -138,7 +140,8 @@ def path_patching(
 
     Returns:
         Effects [sender, example] in the metric's unit. `base` is the metric of the edited run
-        before the edit, and `target` is the metric of the other run.
+        before the edit, and `target` is the metric of the other run. `plot()` draws all heads of
+        several layers as a map of layers and heads, and `by("head")` returns this table.
 
     Raises:
         ValueError: if no receiver comes after a sender, if `logits` is not the only receiver, or
@@ -150,25 +153,54 @@ def path_patching(
     >>> path_patching(model, pairs, receivers="logits", senders=["a3.h0", "m3"]).top(2)
     sender m3     -5.003
     sender a3.h0  -0.9231
+    >>> heads = path_patching(model, pairs, receivers="a2.h1<v>", senders="a*.h*").by("head")
+    >>> heads.top(1)
+    layer 0, head 3  -0.142
     """
     require_choice("mlps", mlps, ("recomputed", "frozen"))
     graph = Graph(model, split_embeddings)
     runs = PathEdits(graph, pairs, direction=direction, max_bytes=max_bytes, source=source)
-    receivers = as_names(receivers, "receivers")
-    readers = {graph.place("reader", name) for name in receivers}
+    readers = [
+        reader
+        for name in as_names(receivers, "receivers")
+        for reader in graph.places("reader", name)
+    ]
+    receivers = [*dict.fromkeys(graph.readers[reader] for reader in readers)]
     if not receivers or ("logits" in receivers and len(receivers) > 1):
-        raise ValueError(f"receivers must be heads and MLPs, or 'logits' alone; got {[*receivers]}")
-    is_before = graph.allowed[:, [*readers]].any(1)
-    if senders is None:
-        senders = itertools.compress(graph.writers, is_before.tolist())
-    senders = as_names(senders, "senders")
-    writers = [graph.place("writer", name) for name in senders]
-    too_late = [graph.writers[writer] for writer in writers if not is_before[writer]]
-    if too_late or not writers:
-        raise ValueError(
-            f"senders must come before a receiver; got {too_late[0] if too_late else 'none'}"
-        )
+        raise ValueError(f"receivers must be heads and MLPs, or 'logits' alone; got {receivers}")
+    is_before = graph.allowed[:, readers].any(1).tolist()
+    writers = _senders(graph, senders, is_before)
     is_recomputed = mlps == "recomputed"
-    jobs = ((n, runs.through(writer, readers, is_recomputed)) for n, writer in enumerate(writers))
-    about = {"receivers": [*receivers], "mlps": mlps}
-    return runs.result(jobs, "sender", senders, **about)
+    jobs = (
+        (n, runs.through(writer, {*readers}, is_recomputed)) for n, writer in enumerate(writers)
+    )
+    about = {"receivers": [*map(str, receivers)], "mlps": mlps}
+    return runs.result(jobs, "sender", [graph.writers[writer] for writer in writers], **about)
+
+
+def _senders(
+    graph: Graph, names: str | Iterable[str] | None, is_before: Sequence[bool]
+) -> list[int]:
+    """Return the indices of senders among the writers of a graph.
+
+    Args:
+        graph: the graph.
+        names: the names of senders, which may contain wildcards; None for all before a receiver.
+        is_before: for each writer, whether a receiver reads it.
+
+    Raises:
+        ValueError: if a sender does not come before a receiver, or there are no senders. A name
+            with wildcards needs only one sender before a receiver, and stands for all of them.
+    """
+    if names is None:
+        return [*itertools.compress(range(len(is_before)), is_before)]
+    senders: list[int] = []
+    for name in as_names(names, "senders"):
+        matches = graph.places("writer", name)
+        before = [writer for writer in matches if is_before[writer]]
+        if not before:
+            raise ValueError(f"senders must come before a receiver; got {shown(name)}")
+        senders += before
+    if not senders:
+        raise ValueError("senders must be at least one node before a receiver; got none")
+    return [*dict.fromkeys(senders)]

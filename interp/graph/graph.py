@@ -9,6 +9,7 @@ the nodes of a block among writers and readers, and `Graph.all_writers` yields t
 writer.
 """
 
+import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -19,7 +20,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from hooks import ActivationCache, CacheError, HookedRunner, HookError
+from hooks import ActivationCache, CacheError, HookedRunner, HookError, UnknownNameError
 from hooks.base import (
     HintsAtNames,
     config_hash,
@@ -29,7 +30,6 @@ from hooks.base import (
     real_of,
     require_kind,
     sides_of_padding,
-    unknown_name,
 )
 from hooks.shared import is_listened_to
 from interp.graph.nodes import (
@@ -43,7 +43,7 @@ from interp.graph.nodes import (
     nodes_of_block,
 )
 from interp.graph.norms import is_identity, linear_part
-from interp.graph.sublayers import require_branches
+from interp.graph.sublayers import heads_of, require_branches
 from interp.inputs.cached import mask_of
 from interp.numbers.precision import like
 from interp.protocol import plain, runner_of
@@ -300,8 +300,64 @@ class Graph(HintsAtNames):
                 example += f"; of this head {', '.join(parts)}"
             if kind == "reader" and (shared := self._reader_of_query_head(name)):
                 example += f"; this query head shares {shared} with other heads"
-            raise unknown_name(name, known, f"{kind} of this graph (such as {example})")
+            if nodes := self._nodes_at(kind, name):
+                ends = [*dict.fromkeys([nodes[0], nodes[-1]])]
+                are = f"s at this point are {' to '.join(ends)}"
+                example += f"; the {kind}" + (are if ends[1:] else f" at this point is {ends[0]}")
+            message = f"no {kind} of this graph (such as {example}) is named {name!r}"
+            # Wildcards are no spelling of a name.
+            raise UnknownNameError(message, str(name).strip("*?"), known)
         return known[name]
+
+    def places(self, kind: Literal["writer", "reader"], name: str) -> list[int]:
+        """Return the indices of all nodes that a name with wildcards matches, in order.
+
+        `*` stands for any characters and `?` for one: `a2.*` matches all heads of layer 2. A name
+        without wildcards has the index of `place`.
+
+        Args:
+            kind: `writer` or `reader`.
+            name: the name of a node, with or without wildcards.
+
+        Raises:
+            UnknownNameError: if no node matches; the error names close matches.
+
+        >>> from models import load
+        >>> Graph(load("pydoc-4l")).places("reader", "a1.h?<q>")
+        [13, 14, 15, 16]
+        """
+        known = self._places[kind]
+        if isinstance(name, str) and set("*?") & set(name):
+            matches = [n for node, n in known.items() if fnmatch.fnmatchcase(node, name)]
+            if matches:
+                return matches
+        return [self.place(kind, name)]
+
+    def _nodes_at(self, kind: Literal["writer", "reader"], point: Any) -> list[str]:
+        """Return the nodes whose value a hook point contains, for the error of a wrong name.
+
+        Args:
+            kind: `writer` or `reader`.
+            point: the name that may be the name of a point.
+        """
+        indices = slice(0)
+        # TransformerLens begins the last part of a name with `hook_`.
+        point = point.replace("hook_", "") if isinstance(point, str) else point
+        for sublayer in self.sublayers:
+            branch = sublayer.branch
+            places = {branch.added: sublayer.reads}
+            if kind == "writer":
+                places = {branch.added: slice(sublayer.writers.start, sublayer.writers.stop)}
+                if sublayer.has_heads:
+                    places[heads_of(branch).z] = sublayer.heads
+            elif sublayer.is_divided:
+                points = (getattr(sublayer.divided, part) for part in "qkv")
+                places = dict(zip(points, sublayer.readers, strict=True))
+            for module, nodes_of_point in places.items():
+                if self.names.get(module) == point:
+                    indices = nodes_of_point
+        nodes = self.writers if kind == "writer" else self.readers
+        return [str(node) for node in nodes[indices]]
 
     def _reader_of_query_head(self, name: Any) -> str | None:
         """Return the shared reader of a name with the number of a query head; None if none fits."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hooks.base import require_kind
 from interp.plots.figure import Axes, Figure, Picture
-from interp.plots.parts import facts_of, headline
+from interp.plots.parts import facts_of, headline, with_head_map
 from interp.plots.view import Arrow, least_limit, plotted_axes
 
 AxisLabels = Mapping[str, Sequence[Any]]
@@ -24,6 +24,9 @@ _VERBS = {"denoising": "restored", "noising": "lost"}
 _METRICS = {"logit_diff": "logit difference", "log_prob": "log probability"}
 # The largest number of ticks along an axis.
 _MOST_TICKS = 80
+# The inches that a tick needs, along columns with small letters and along rows.
+_COLUMN_TICK = 0.13
+_ROW_TICK = 0.15
 # The number of places with the largest errors of estimates that get a name.
 _NAMED = 5
 
@@ -41,6 +44,7 @@ def effects(
         result: the result.
         facet, title, limit, ax: see `Result.plot`, which also lists the errors.
     """
+    result = with_head_map(result)
     axes = plotted_axes(result.axes[:-1], facet)
     require_kind("limit", limit, (int, float, type(None)), "a positive number")
     if limit is not None and not 0 < limit < math.inf:
@@ -153,7 +157,8 @@ def heat_maps(
         image = axes.imshow(table, cmap=colours, vmin=least, vmax=most, aspect="auto")
         axes.set_title(name, fontsize="small")
         axes.set_ylabel(rows)
-        axes.set_yticks(*_ticks(of_rows, _decisive(table, 1)))
+        n_ticks = int(_inches_of(axes)[1] / _ROW_TICK)
+        axes.set_yticks(*_ticks(of_rows, _decisive(table, 1), n_ticks))
         _label_columns(axes, columns, labels=of_columns, decisive=_decisive(table, 0))
     # Arrows at the ends of the scale show that values beyond it have its last colours.
     ends = "neither" if largest <= most else "both" if least < 0 else "max"
@@ -449,8 +454,9 @@ def _label_columns(axes: Axes, name: str, labels: Sequence[Any], decisive: int) 
         labels: the labels.
         decisive: the index of a label that is always written.
     """
-    ticks, texts = _ticks(labels, decisive)
-    is_narrow = len(ticks) > _MOST_TICKS // 2
+    width = _inches_of(axes)[0]
+    ticks, texts = _ticks(labels, decisive, int(width / _COLUMN_TICK))
+    is_narrow = len(ticks) > min(_MOST_TICKS // 2, int(width / (2 * _COLUMN_TICK)))
     axes.set_xticks(
         ticks,
         texts,
@@ -466,11 +472,25 @@ def _decisive(table: Any, along: int) -> int:
     return int(sizes.argmax()) if sizes.size else 0
 
 
-def _ticks(labels: Sequence[Any], decisive: int) -> tuple[list[int], list[str]]:
+def _inches_of(axes: Axes) -> tuple[float, float]:
+    """Return the width and the height of axes, before the figure makes room for its labels."""
+    place = axes.get_position()
+    figure = _figure_of(axes)
+    return place.width * figure.get_figwidth(), place.height * figure.get_figheight()
+
+
+def _ticks(
+    labels: Sequence[Any], decisive: int, most: int = _MOST_TICKS
+) -> tuple[list[int], list[str]]:
     """Return the indices and texts of all labels; of many labels, only some, with the decisive
     label.
+
+    Args:
+        labels: the labels.
+        decisive: the index of the decisive label.
+        most: the number of labels that the axis has room for.
     """
-    step = 1 + (len(labels) - 1) // _MOST_TICKS
+    step = 1 + (len(labels) - 1) // max(1, min(most, _MOST_TICKS))
     # A label next to the decisive label would overlap with it.
     ticks = []
     for tick in range(0, len(labels), step):

@@ -93,6 +93,22 @@ def facts_of(result: Any, but: Collection[str] = ()) -> str:
     return ", ".join(facts)[:200]
 
 
+def with_head_map(result: Any) -> Any:
+    """Return a result with the axes `layer` and `head` in place of its only axis, if this axis has
+    all heads of several layers, such as the heads of `path_patching`. Otherwise return the result.
+
+    Args:
+        result: the result.
+    """
+    axes = result.axes[:-1]
+    nodes = result.labels[axes[0]] if len(axes) == 1 else ()
+    layers = {getattr(node, "layer", None) for node in nodes}
+    heads = {getattr(node, "number", None) for node in nodes}
+    are_heads = all(getattr(node, "kind", "") == "head" for node in nodes)
+    is_map = min(len(layers), len(heads)) > 1 and len(nodes) == len(layers) * len(heads)
+    return result.by("head") if are_heads and is_map else result
+
+
 def headline(result: Any) -> str:
     """Return a title for a result: `effects` or `mean effects`, and the facts about them.
 

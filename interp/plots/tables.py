@@ -17,6 +17,7 @@ from interp.plots.parts import (
     grid_part,
     headline,
     thinned,
+    with_head_map,
 )
 from interp.plots.view import View, least_limit, plotted_axes, visible_title
 
@@ -29,6 +30,9 @@ _MOST_PIXELS = 256
 @explains_calls
 def effects(result: Any, facet: str | None = None) -> View:
     """Draw a `Result`: a heat map for two axes, or bars with 95% intervals for one axis.
+
+    One axis with all heads of several layers, such as senders of `path_patching`, is drawn as a
+    heat map of layers and heads.
 
     Each cell of a heat map shows its mean as a number. The pointer and the arrow keys show means
     and intervals.
@@ -49,6 +53,7 @@ def effects(result: Any, facet: str | None = None) -> View:
     >>> effects(Result(torch.tensor([[1.0, 3.0, 2.5], [0.0, -0.5, 0.5]]), ("layer", "example")))
     View of mean effects: .save("x.html") writes it, .show() opens it
     """
+    result = with_head_map(result)
     axes = [*result.axes[:-1]]
     means = result.mean().detach().cpu()
     facet = axes[0] if facet is None and len(axes) == 3 else facet

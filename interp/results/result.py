@@ -724,6 +724,9 @@ class Result(plots.Shown):
         of the difference, because all effects would be white. The range includes values below 0
         only if a mean is below 0. This needs the extra `plots`.
 
+        One axis with all heads of several layers, such as senders of `path_patching`, is drawn as a
+        heat map of layers and heads, as by `by("head")`.
+
         The result is a figure of matplotlib, which you can change: `figure.set_size_inches(4, 3)`
         is its size, and `figure.save("heads.pdf")` writes a file.
 

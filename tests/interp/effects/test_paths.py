@@ -176,6 +176,29 @@ def test_senders_are_by_default_all_before_a_receiver():
     assert found.labels["sender"] == ("input", *(f"a0.h{h}" for h in range(6)), "m0")
 
 
+def test_names_with_wildcards_stand_for_all_nodes_before_a_receiver():
+    model, receivers = made(), [f"a2.h{head}<q>" for head in range(6)]
+    heads = [f"a{layer}.h{head}" for layer in (0, 1) for head in range(6)]
+    listed = path_patching(model, PAIRS, receivers, [*heads, "m1"])
+    found = path_patching(model, PAIRS, ["a2.*<q>", "a2.h1<q>"], ["a*.h*", "a0.h?", "m1"])
+    assert found.about["receivers"] == receivers
+    assert found.labels["sender"] == (*heads, "m1")
+    close(found.values, listed.values)
+    for name, numbers in (("a1.*", range(6)), ("a1.h?", range(6)), ("a1.h4", [4])):
+        one = path_patching(model, PAIRS, receivers, name)
+        assert one.labels["sender"] == tuple(f"a1.h{head}" for head in numbers)
+
+
+def test_heads_among_the_senders_are_a_table_of_layers_and_heads():
+    model = made()
+    found = path_patching(model, PAIRS, ["a2.h0<k>"], ["a1.h5", "a0.h2", "a1.h2", "a0.h5", "m1"])
+    table = found.by("head")
+    assert table.axes == ("layer", "head", "example")
+    assert (table.labels["layer"], table.labels["head"]) == ((0, 1), (2, 5))
+    close(table.values, found.values[torch.tensor([[1, 3], [2, 0]])])
+    assert table.about["left out"] == "1 mlp"
+
+
 def test_frozen_paths_are_edges_unless_a_receiver_is_upstream_of_another():
     model, nodes = made(), graph.Graph(made())
     for receivers, agree in ((["a1.h0<q>", "a1.h2<v>"], True), (["a1.h0<q>", "a2.h2<v>"], False)):
@@ -202,6 +225,28 @@ def test_arguments_that_do_not_fit_are_errors(unchecked):
         ("a2.h1", lambda: path_patching(model, PAIRS, ["a2.h1q"])),
         ("writer|sender", lambda: path_patching(model, PAIRS, senders=["a9.h1"])),
         ("before", lambda: path_patching(model, PAIRS, ["m1"], ["m1"])),
+        ("before.*m2", lambda: path_patching(model, PAIRS, ["m1"], ["m0", "m2"])),
+        (r"before.*a2\.\*", lambda: path_patching(model, PAIRS, ["m1"], ["a2.*"])),
+        ("none", lambda: path_patching(model, PAIRS, ["m1"], [])),
+        (r"a9\.\*.*close matches: a", lambda: path_patching(model, PAIRS, senders="a9.*")),
+        ("alone", lambda: path_patching(model, PAIRS, "*")),
+        (
+            "readers at this point are a1.h0<q> to a1.h5<q>",
+            lambda: path_patching(model, PAIRS, "blocks.1.attn.q"),
+        ),
+        (
+            "readers at this point are a2.h0<k> to a2.h2<k>",
+            lambda: path_patching(model, PAIRS, ["blocks.2.attn.hook_k"]),
+        ),
+        ("reader at this point is m2", lambda: path_patching(model, PAIRS, "blocks.2.mlp_out")),
+        (
+            "writers at this point are a0.h0 to a0.h5",
+            lambda: path_patching(model, PAIRS, senders="blocks.0.attn.z"),
+        ),
+        (
+            "writer at this point is m1",
+            lambda: path_patching(model, PAIRS, senders="blocks.1.mlp_out"),
+        ),
         ("alone", lambda: path_patching(model, PAIRS, ["m1", "logits"])),
         ("correspond", lambda: path_patching(model, apart)),
         ("mlps", lambda: path_patching(model, PAIRS, mlps="kept")),

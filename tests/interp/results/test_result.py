@@ -1,6 +1,7 @@
 """Results: means and intervals, compared with NumPy and SciPy; parts, figures, tables and files."""
 
 import copy
+import itertools
 import json
 import math
 import pickle
@@ -756,6 +757,65 @@ def test_a_plot_labels_the_decisive_column_and_no_hash():
         assert bar.get_ylabel() == "effect (logits)"
         assert figure.get_suptitle() == "effects (site: z)"
     assert result.view().title == "effects (site: z)"
+
+
+def nodes(layers, n_heads, others=(), kind="head"):
+    """Return effects of the heads of some layers and of other nodes, from -4 to 4."""
+    labels = [node_name(layer, kind, head) for layer in layers for head in range(n_heads)]
+    labels += [node_name(layer, "mlp") for layer in others]
+    values = torch.linspace(-4, 4, len(labels))[:, None]
+    return Result(values, ("sender", "example"), labels={"sender": labels}, unit="logits")
+
+
+def test_all_heads_of_several_layers_are_drawn_as_a_map():
+    pytest.importorskip("matplotlib", reason="needs the extra plots")
+    result = nodes([3, 5], 4)
+    panel, _ = result.plot().axes
+    (image,) = panel.images
+    torch.testing.assert_close(torch.tensor(image.get_array()), result.values.view(2, 4))
+    assert (panel.get_ylabel(), panel.get_xlabel()) == ("layer", "head")
+    assert [text.get_text() for text in panel.get_yticklabels()] == ["3", "5"]
+    assert result.view().html() == result.by("head").view().html()
+    # One layer, some heads, or other nodes, are bars.
+    some = result.select(sender=["a3.h0", "a3.h1", "a5.h0"])
+    neurons = nodes([3, 5], 4, kind="neuron")
+    mixed = nodes([3, 5], 4, others=[3])
+    for other, n_bars in ((nodes([3], 4), 4), (some, 3), (mixed, 9), (neurons, 8)):
+        (panel,) = other.plot().axes
+        assert len(panel.patches) == n_bars
+
+
+@pytest.mark.parametrize(("width", "n_labels"), [(5, 36), (3, 12), (16, 36), (4, 200)])
+def test_labels_of_bars_do_not_overlap_in_a_panel_of_the_user(width, n_labels):
+    pytest.importorskip("matplotlib", reason="needs the extra plots")
+    from matplotlib.figure import Figure
+
+    labels = [f"a{n // 9}.h{n % 9}" for n in range(n_labels)]
+    values = torch.ones(n_labels, 1)
+    values[7] = 2
+    figure = Figure(figsize=(width, 3))
+    panel = figure.add_subplot()
+    result = Result(values, ("sender", "example"), labels={"sender": labels}, unit="logits")
+    result.plot(ax=panel)
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in panel.get_xticklabels()]
+    assert all(left.x1 <= right.x0 for left, right in itertools.pairwise(boxes))
+    assert len(boxes) >= min(n_labels, 3 * width)
+    assert "a0.h7" in [text.get_text() for text in panel.get_xticklabels()]
+
+
+def test_labels_of_rows_do_not_overlap_in_a_panel_of_the_user():
+    pytest.importorskip("matplotlib", reason="needs the extra plots")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4, 3))
+    panel = figure.add_subplot()
+    nodes(range(48), 3).plot(ax=panel)
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in panel.get_yticklabels()]
+    boxes.sort(key=lambda box: box.y0)
+    assert all(low.y1 <= high.y0 for low, high in itertools.pairwise(boxes))
+    assert len(boxes) > 8
 
 
 def test_the_plot_of_shares_says_whether_they_are_restored_or_lost():
