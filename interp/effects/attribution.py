@@ -28,11 +28,10 @@ from interp.edits import Edit
 from interp.effects.qk_correction import RecordedAttention, corrected
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
-from interp.runs.edited import runs_of
 from interp.runs.estimates import compared, estimated_effects, of_layers
 from interp.runs.gradients import Gradients, warn_of_flat
 from interp.runs.models import Source
-from interp.runs.runs import Runs
+from interp.runs.runs import Runs, runs_of
 from interp.runs.sites import Choice, Sites, Some
 
 Estimate = Callable[[Tensor], Tensor]

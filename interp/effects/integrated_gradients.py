@@ -34,10 +34,10 @@ from interp.edits import Edit
 from interp.inputs.parts import UNFINISHED, finished
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
-from interp.runs.edited import runs_of
 from interp.runs.estimates import compared, edits_of_point, estimated_effects, of_layers
 from interp.runs.gradients import Gradients
 from interp.runs.models import Source
+from interp.runs.runs import runs_of
 from interp.runs.sites import Choice, Sites, Some
 from interp.runs.trapezoid import TOLERANCE, Mean, PathSteps, averaged, gap_shares, of_paths
 

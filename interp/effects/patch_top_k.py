@@ -13,7 +13,7 @@ from interp.edits import Edit
 from interp.json_form import Table, form
 from interp.pairs.pairs import Pairs, of_pairs
 from interp.results.result import Result
-from interp.runs.edited import runs_of
+from interp.runs.runs import runs_of
 from interp.runs.sites import SELECTS, Choice, Sites
 from interp.runs.sweep import effects_of_edits
 

@@ -18,9 +18,8 @@ from interp.edits import Edit
 from interp.measuring import Metric
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
-from interp.runs.edited import runs_of
 from interp.runs.models import Source
-from interp.runs.runs import Runs
+from interp.runs.runs import Runs, runs_of
 from interp.runs.sites import Choice, Sites, Some
 from interp.runs.sweep import effects_of_edits
 

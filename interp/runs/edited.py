@@ -1,76 +1,17 @@
-"""Analyses of one edit: their runs, and edits of texts that have a row for each answer.
+"""Edits of texts that have a row for each answer.
 
-With `edit=`, an analysis runs only the clean texts, and makes the edit at one place at a time
-(`runs_of`). Positions of the edit are positions of the texts. If answers have several tokens, a
-text has a row for each answer, which ends with the answer: `edit_of_texts` returns the edit that
-makes the same change in all rows of a text.
+If answers have several tokens, a text has a row for each answer, which ends with the answer; see
+`interp.pairs.answers`. Positions of an edit are positions of the texts: `edit_of_texts` returns the
+edit that makes the same change in all rows of a text.
 """
 
 import itertools
 from dataclasses import replace
 
-from torch import nn
-
 from hooks import Point
-from hooks.base import POSITION_AXES, TEXT_AXES, Selection, Texts, require_kind, shown
+from hooks.base import POSITION_AXES, TEXT_AXES, Selection
 from interp.edits import Edit
-from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.protocol import has_text_of_logits
-from interp.runs.models import Source
-from interp.runs.runs import Runs, require_no_direction
-
-
-def runs_of(
-    model: nn.Module,
-    pairs: Pairs | Texts,
-    direction: PatchingDirection,
-    source: Source | None,
-    edit: Edit | None,
-) -> Runs:
-    """Return the two runs of an analysis, or with an edit the run that is edited.
-
-    Args:
-        model, pairs, direction, source, edit: see `activation_patching`.
-
-    Raises:
-        TypeError: if `edit` was not made by a function of `interp.edits`, or `pairs` are texts
-            without a source model.
-        ValueError: if an edit is given together with a source or a direction, or for the reasons of
-            `Runs`.
-    """
-    require_no_direction(source, direction, "denoising")
-    if edit is not None:
-        _require_one_edit(pairs, edit, direction=direction, source=source)
-    return Runs(model, pairs, direction=direction if edit is None else None, source=source)
-
-
-def _require_one_edit(
-    pairs: object, edit: object, *, direction: PatchingDirection, source: Source | None
-) -> None:
-    """Check the edit of an analysis, and that the call has pairs and no second run.
-
-    Args:
-        pairs, edit, direction, source: see `runs_of`.
-    """
-    if not isinstance(edit, Edit):
-        raise TypeError(
-            "edit must be made by a function of interp.edits, such as edits.zero(); got "
-            f"{shown(edit)} (sweep accepts functions, and edits of several points)"
-        )
-    if direction != "denoising":
-        raise ValueError(
-            "an edit always changes the clean run; leave out direction; got "
-            f"direction={direction!r}"
-        )
-    if source is not None:
-        raise ValueError("edit and source cannot be used together; got both: leave one out")
-    require_kind(
-        "pairs",
-        pairs,
-        Pairs,
-        "Pairs",
-        call="with an edit, Pairs(texts, metric=cross_entropy(texts)) is enough",
-    )
 
 
 def edit_of_texts(edit: Edit, point: Point, prompts: list[list[int]]) -> Edit:

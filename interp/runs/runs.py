@@ -1,4 +1,7 @@
-"""Runs of pairs: the texts, the metric and the model that all runs of an analysis share."""
+"""Runs of pairs: the texts, the metric and the model that all runs of an analysis share.
+
+`runs_of` creates the runs of an analysis that accepts `edit=` in place of a second run.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -15,10 +18,12 @@ from hooks.base import (
     Texts,
     require_choice,
     require_kind,
+    shown,
     to_device,
     true_columns,
     without_gradients,
 )
+from interp.edits import Edit
 from interp.inputs.copies import digests, groups
 from interp.kinds import require_made
 from interp.measuring import Metric, measure, name_of, unit_of
@@ -326,3 +331,56 @@ class Runs:
         for axis in axes:
             words_by_axis[axis] = [words[n] for n in labels[axis]]
         return words_by_axis
+
+
+def runs_of(
+    model: nn.Module,
+    pairs: Pairs | Texts,
+    direction: PatchingDirection,
+    source: Source | None,
+    edit: Edit | None,
+) -> Runs:
+    """Return the two runs of an analysis, or with an edit the run that is edited.
+
+    Args:
+        model, pairs, direction, source, edit: see `activation_patching`.
+
+    Raises:
+        TypeError: if `edit` was not made by a function of `interp.edits`, or `pairs` are texts
+            without a source model.
+        ValueError: if an edit is given together with a source or a direction, or for the reasons of
+            `Runs`.
+    """
+    require_no_direction(source, direction, "denoising")
+    if edit is not None:
+        _require_one_edit(pairs, edit, direction=direction, source=source)
+    return Runs(model, pairs, direction=direction if edit is None else None, source=source)
+
+
+def _require_one_edit(
+    pairs: object, edit: object, *, direction: PatchingDirection, source: Source | None
+) -> None:
+    """Check the edit of an analysis, and that the call has pairs and no second run.
+
+    Args:
+        pairs, edit, direction, source: see `runs_of`.
+    """
+    if not isinstance(edit, Edit):
+        raise TypeError(
+            "edit must be made by a function of interp.edits, such as edits.zero(); got "
+            f"{shown(edit)} (sweep accepts functions, and edits of several points)"
+        )
+    if direction != "denoising":
+        raise ValueError(
+            "an edit always changes the clean run; leave out direction; got "
+            f"direction={direction!r}"
+        )
+    if source is not None:
+        raise ValueError("edit and source cannot be used together; got both: leave one out")
+    require_kind(
+        "pairs",
+        pairs,
+        Pairs,
+        "Pairs",
+        call="with an edit, Pairs(texts, metric=cross_entropy(texts)) is enough",
+    )
