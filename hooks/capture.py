@@ -125,6 +125,11 @@ class Recorder:
             if axes and value.ndim != len(axes):
                 raise HookError(f"{point} must have these axes; got shape {tuple(value.shape)}")
             require_unsplit(value, point)
+            if piece_read().n_later and not (self.joined or self._keeps_calls):
+                raise HookError(
+                    f"{name} must have one value for a whole text; inside in_pieces, a block "
+                    "computes several: leave the `with`, or use lazy=True and read the value later"
+                )
             if name in self.fired and not (self.joined or self._keeps_calls):
                 raise HookError(
                     f"{name} fired twice; a cache stores one value per name (calls='all' stores "

@@ -34,6 +34,10 @@ class Piece:
             number of columns that its first run read. Otherwise None.
         others: masks of other texts that the run reads, by the axis of their columns: the texts of
             an encoder have the axis `encoder_pos`.
+        n_later: the number of columns that the run reads after this piece, if a block computes its
+            positions in pieces; otherwise 0.
+        of_run: the piece that the whole run reads. It is this piece itself, unless a block computes
+            its positions in pieces.
     """
 
     def __init__(
@@ -43,20 +47,24 @@ class Piece:
         moved: bool = False,
         began: int | None = None,
         others: Mapping[str, Shaped[Tensor, "_batch _column"]] | None = None,
+        n_later: int = 0,
+        of_run: "Piece | None" = None,
     ) -> None:
         self.start = start
         self.real = real
         self.moved = moved
         self.began = began
         self.others = dict(others or {})
+        self.n_later = n_later
+        self.of_run = of_run or self
         self._parts: dict[tuple[int, int], Piece] = {}
         self._columns: dict[str, Columns | None] = {}
         self._masks: dict[str, KeyMask] = {}
 
     @property
     def columns(self) -> list[list[int]] | None:
-        """The real columns of each text, or None if there is no padding."""
-        return self._known("key")
+        """The real columns of each text of the run, or None if there is no padding."""
+        return self.of_run._known("key")
 
     @property
     def has_masks(self) -> bool:
@@ -79,10 +87,16 @@ class Piece:
         rows = slice(first, first + count)
         # A piece of an earlier call with these rows may have computed its real columns already.
         if (first, count) not in self._parts:
-            real = None if self.real is None else self.real[rows]
-            others = {axis: mask[rows] for axis, mask in self.others.items()}
-            part = Piece(self.start, real, moved=self.moved, began=self.began, others=others)
-            self._parts[first, count] = part
+            of_run = None if self.of_run is self else self.of_run.of_rows(first, count)
+            self._parts[first, count] = Piece(
+                self.start,
+                real=None if self.real is None else self.real[rows],
+                moved=self.moved,
+                began=self.began,
+                others={axis: mask[rows] for axis, mask in self.others.items()},
+                n_later=self.n_later,
+                of_run=of_run,
+            )
         return self._parts[first, count]
 
     def columns_along(self, axis: str, rows: int, end: int) -> Sequence[Sequence[int]] | None:

@@ -397,13 +397,14 @@ def _source_column_of_each(
         source: the columns of the source; None if a place and its replacement have the same column.
     """
     axis = frame.axes[dim]
-    size = frame.sizes[dim]
     piece = piece_read()
+    # If a block computes its positions in pieces, the text has more columns than this piece.
+    size = frame.sizes[dim] + (piece.n_later if axis in TEXT_AXES else 0)
     n_rows = 1 if dim == frame.batch else frame.n_rows
     whole = axis not in TEXT_AXES or frame.start is None
     what = f"{axis} at {frame.point.name}"
     selected = where.get(axis, _ALL)
-    real = _unpadded(piece.columns_along(axis, n_rows, size), where, size)
+    real = _unpadded(piece.of_run.columns_along(axis, n_rows, size), where, size)
     # Check that negative positions are inside the text. This is not possible for keys: a later
     # piece has more keys, and a negative key may be inside them.
     if dim == frame.positions and not whole:
@@ -415,7 +416,7 @@ def _source_column_of_each(
         sizes_so_far = range(piece.began, size + 1)
         rows = _so_far(selected, sizes_so_far, what=what, n_rows=n_rows, real=real)
     sources = [[0]] if source is None else source.rows(n_rows)
-    piece_columns = range(frame.firsts[dim], size)
+    piece_columns = range(frame.firsts[dim], frame.sizes[dim])
     return _source_columns(rows, sources, piece_columns=piece_columns, whole=whole)
 
 

@@ -8,8 +8,8 @@
 4. At the end of the `with`, the block gets its own forward back.
 
 The result equals the result of the block up to rounding. Hooks inside a block get the values of one
-piece, as in a run with a `KVCache`. Edits count positions from the start of the text. Negative
-positions count from the end of the piece.
+piece, as in a run with a `KVCache`. Edits count positions from the start of the text, and negative
+positions from the end of all positions that the run reads.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -86,7 +86,8 @@ class PieceByPiece:
         start = 0
         output = None
         for piece_args, piece_kwargs in pieces:
-            with reading(_piece_from(whole, start, n_pos=piece_args[0].shape[1])):
+            end = start + piece_args[0].shape[1]
+            with reading(_piece_from(whole, start, end=end, n_columns=args[0].shape[1])):
                 output = forward(*piece_args, **piece_kwargs)
             stream = next(tensors_in(output))
             if joined is None:
@@ -97,17 +98,25 @@ class PieceByPiece:
         return with_first_tensor(output, joined)
 
 
-def _piece_from(whole: Piece, start: int, n_pos: int) -> Piece:
+def _piece_from(whole: Piece, start: int, end: int, n_columns: int) -> Piece:
     """Return the piece of the texts that a piece of a block reads.
 
     Args:
         whole: the columns that the block reads.
-        start: the first column of the piece, counted from the first column of `whole`.
-        n_pos: the number of columns of the piece.
+        start, end: the first column of the piece, and the column after its last, counted from the
+            first column of `whole`.
+        n_columns: the number of columns of `whole`.
     """
-    first = (whole.start or 0) + start
-    real = None if whole.real is None else whole.real[:, : first + n_pos]
-    return Piece(first, real, others=whole.others)
+    first = whole.start or 0
+    return Piece(
+        first + start,
+        real=None if whole.real is None else whole.real[:, : first + end],
+        moved=whole.moved,
+        began=whole.began,
+        others=whole.others,
+        n_later=n_columns - end,
+        of_run=whole,
+    )
 
 
 @contextmanager

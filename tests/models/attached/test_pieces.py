@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hooks import HookedRunner
+from interp import edits
 from models import attach
 from tests import tiny
 from tests.models.attached.kinds import made
@@ -38,6 +39,30 @@ def test_pieces_equal_the_model(kind, attention, mask):
     assert sizes == (whole if kind == "gemma3" else PIECES)
     real = slice(None) if mask is None else mask.bool()
     torch.testing.assert_close(logits[real], wanted[real], atol=1e-9, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_edits_count_positions_from_the_end_of_the_text(kind):
+    model = made(kind)
+    new = dict(max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with attach(model) as attached:
+        runner = HookedRunner(model)
+        for hooks in (
+            {"blocks.0.mlp_out": edits.zero(pos=-1)},
+            {"blocks.1.attn.z": edits.zero(pos=[-1, -3], head=1)},
+        ):
+            whole = runner.run_with_hooks(TOKENS, attention_mask=RIGHT, hooks=hooks).logits
+            with attached.in_pieces(3):
+                logits = runner.run_with_hooks(TOKENS, attention_mask=RIGHT, hooks=hooks).logits
+            real = RIGHT.bool()
+            torch.testing.assert_close(logits[real], whole[real], atol=1e-9, rtol=0)
+            # Without a cache, a generation reads the whole text in each step.
+            with runner.hooks(hooks):
+                tokens = model.generate(TOKENS[:1], use_cache=False, **new)
+                with attached.in_pieces(3):
+                    in_pieces = model.generate(TOKENS[:1], use_cache=False, **new)
+            assert torch.equal(in_pieces, tokens)
 
 
 def test_a_window_that_reaches_all_positions_is_divided():

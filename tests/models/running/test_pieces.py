@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from hooks import HookedRunner
+from hooks import HookedRunner, HookError
 from interp import edits
 from models import TransformerConfig
 from tests.models.running.contexts import CASES, Run, close, draw
@@ -69,6 +69,56 @@ def test_edits_count_positions_from_the_start_of_the_text(mask):
         )
     assert sizes == LAYERS * [3, 3, 1]
     close(logits, whole)
+
+
+FROM_THE_END = {
+    "the last token": {"blocks.0.mlp_out": edits.zero(pos=-1)},
+    "several pieces": {"blocks.0.mlp.post": edits.scale(2.0, pos=[-1, -3])},
+    "a slice": {"blocks.1.attn.z": edits.zero(pos=slice(-3, None), head=1)},
+    "all but the last": {"blocks.0.attn.v": edits.zero(pos=slice(None, -1))},
+    "a query and a key": {"blocks.1.attn.scores": edits.knockout(query=-1, key=-3)},
+    "a pattern": {"blocks.1.attn.pattern": edits.zero(query=-2)},
+}
+LEFT = torch.arange(BATCH * POS).view(BATCH, POS) % POS > 1
+RIGHT = torch.arange(POS) < torch.tensor([7, 4, 5, 3, 6])[:, None]
+
+
+@pytest.mark.parametrize("mask", [None, LEFT, RIGHT], ids=["no padding", "left", "right"])
+@pytest.mark.parametrize("name", FROM_THE_END)
+def test_edits_count_positions_from_the_end_of_the_text(name, mask):
+    model = variant("pre")
+    runner = HookedRunner(model)
+    hooks = FROM_THE_END[name]
+    whole = runner.run_with_hooks(some_tokens(), hooks=hooks, **masked(mask))
+    assert not torch.allclose(whole, model(some_tokens(), **masked(mask)), atol=1e-3)
+    with model.in_pieces(MOST):
+        logits = runner.run_with_hooks(some_tokens(), hooks=hooks, **masked(mask))
+    real = slice(None) if mask is None else mask
+    close(logits[real], whole[real])
+
+
+def test_a_source_is_copied_from_the_end_of_its_texts():
+    model = variant("pre")
+    runner = HookedRunner(model)
+    _, source = runner.run_with_cache(some_tokens(5), attention_mask=RIGHT)
+    hooks = {"blocks.0.mlp_out": edits.replace(source, pos=-1)}
+    whole = runner.run_with_hooks(some_tokens(), hooks=hooks, attention_mask=RIGHT)
+    with model.in_pieces(MOST):
+        logits = runner.run_with_hooks(some_tokens(), hooks=hooks, attention_mask=RIGHT)
+    close(logits[RIGHT], whole[RIGHT])
+
+
+def test_values_of_pieces_are_not_cached_as_values_of_texts():
+    model = variant("pre")
+    runner = HookedRunner(model)
+    with model.in_pieces(MOST):
+        for call in (runner.run_with_cache, runner.capture):
+            with pytest.raises(HookError, match=r"blocks.1.mlp_out must have one .* lazy=True"):
+                call(some_tokens(), names="blocks.1.mlp_out")
+        _, cache = runner.run_with_cache(some_tokens(), names="blocks.1.mlp_out", lazy=True)
+    close(
+        cache["mlp_out", 1], runner.capture(some_tokens(), names="blocks.1.mlp_out")["mlp_out", 1]
+    )
 
 
 def test_blocks_that_see_later_keys_stay_whole():
