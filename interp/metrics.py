@@ -7,7 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import (
+    Bool,
+    Float,
+    Int,
+)
 from torch import Tensor, nn
 
 from hooks.base import (
@@ -21,6 +25,7 @@ from hooks.base import (
     padding_messages,
     real_of,
     require_kind,
+    shown,
     to_device,
 )
 from interp.inputs.texts import text_for
@@ -61,9 +66,9 @@ def logit_diff(right: "SeveralTokens", wrong: "SeveralTokens", pos: "Tokens" = -
         [batch], in logits. It is positive if the right token has the larger logit.
 
     Raises:
-        ValueError: if a token is negative, or positions count from both ends. When called, if the
-            logits have another number of examples, a vocabulary that is too small, or too few
-            positions.
+        ValueError: if a token is negative, if the right and the wrong tokens of an example are the
+            same, or if positions count from both ends. When called, if the logits have another
+            number of examples, a vocabulary that is too small, or too few positions.
 
     >>> logits = torch.tensor([[[0.0, 1.0, 3.0]], [[2.0, 2.0, 2.0]]])  # [batch, pos, vocab]
     >>> logit_diff(right=2, wrong=0)(logits)
@@ -394,6 +399,8 @@ def _of_tokens(score: _Score, tokens: Mapping[str, SeveralTokens], pos: Tokens) 
     at = Position(pos)
     ids_by_argument = {argument: tokens_of(value, score.most) for argument, value in tokens.items()}
     ids = [*ids_by_argument.values()]
+    if score.make is logit_diff:
+        _require_different(*ids)
     with_largest = [(argument, int(argument.max())) for argument in ids]
 
     def metric(logits: Tensor) -> Tensor:
@@ -412,6 +419,28 @@ def _of_tokens(score: _Score, tokens: Mapping[str, SeveralTokens], pos: Tokens) 
         call_in_words=lambda write: _call_in_words(score, ids, pos, write),
         made_by=MetricCall(score.make, {**ids_by_argument, "pos": as_positions(pos)}),
     )
+
+
+def _require_different(right: Int[Tensor, "..."], wrong: Int[Tensor, "..."]) -> None:
+    """Check that no example has the same right and wrong tokens, whose metric would always be 0.
+
+    Raises:
+        ValueError: naming the first such example.
+    """
+    rows = [ids.reshape(-1, 1) if ids.ndim < 2 else ids.sort(1).values for ids in (right, wrong)]
+    sizes = {len(ids) for ids in rows} - {1}
+    # The call of the metric raises an error for other numbers of examples.
+    if rows[0].shape[1] != rows[1].shape[1] or len(sizes) > 1:
+        return
+    equal = (rows[0] == rows[1]).all(1).tolist()
+    if any(equal):
+        example = equal.index(True)
+        ids = rows[0][example % len(rows[0])].tolist()
+        of_example = "" if len(equal) == 1 else f" in example {example}"
+        raise ValueError(
+            f"right and wrong must be different tokens; got {shown(ids)} for both{of_example}: the "
+            "metric would be 0 in every run (for a control, take another wrong token)"
+        )
 
 
 def _of_words(score: _Score, tokens: Mapping[str, SeveralTokens], pos: Tokens) -> Metric:

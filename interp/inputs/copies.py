@@ -16,15 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from hooks import ActivationCache
-from hooks.base import (
-    Placement,
-    Text,
-    axis_of_rows,
-    is_listed,
-    is_rounding,
-    storage,
-    without_rows,
-)
+from hooks.base import Placement, Text, axis_of_rows, is_listed, is_rounding, storage, without_rows
 from interp.inputs.cached import text_of
 from interp.inputs.parts import part_now
 
@@ -43,13 +35,30 @@ def digests(*texts: Text) -> list[str]:
     >>> first == second == digests(Text(torch.tensor([[3, 1]])))[0]
     True
     """
+    return [hash_of_example for hash_of_example, _ in hashed_examples(*texts)]
+
+
+def hashed_examples(*texts: Text) -> list[tuple[str, bool]]:
+    """Return a hash of each example, and whether its text is the same in all batches.
+
+    Args:
+        texts: see `digests`.
+
+    >>> one, other = Text(torch.tensor([[3, 1], [4, 1]])), Text(torch.tensor([[3, 2], [4, 1]]))
+    >>> [is_equal for _, is_equal in hashed_examples(one, other)]
+    [False, True]
+    """
     tokens_by_example = zip(*map(_tokens, _on_cpu(texts)), strict=True)
     inputs_by_example = zip(*map(_other_inputs, texts), strict=True)
-    hashes = []
+    examples = []
     for tokens, other_inputs in zip(tokens_by_example, inputs_by_example, strict=True):
         parts = tokens + tuple(filter(None, other_inputs))
-        hashes.append(_hashed(repr(parts).encode()))
-    return hashes
+        is_equal = all(
+            inputs == (tokens[0], other_inputs[0])
+            for inputs in zip(tokens, other_inputs, strict=True)
+        )
+        examples.append((_hashed(repr(parts).encode()), is_equal))
+    return examples
 
 
 def numbered(

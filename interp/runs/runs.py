@@ -21,10 +21,12 @@ from hooks.base import (
     shown,
     to_device,
     true_columns,
+    warn,
     without_gradients,
 )
 from interp.edits import Edit
-from interp.inputs.copies import digests, groups
+from interp.inputs.copies import digests, groups, hashed_examples
+from interp.inputs.parts import part_now
 from interp.kinds import require_made
 from interp.measuring import Metric, measure, name_of, unit_of
 from interp.metrics import kl_divergence
@@ -144,9 +146,15 @@ class Runs:
         return self.rows.text if is_denoising else self.rows.corrupted_text
 
     @cached_property
+    def _hashes(self) -> list[tuple[str, bool]]:
+        """A hash of the texts of each pair, and whether its two texts are the same."""
+        texts = (self.pairs.text, self.pairs.other)
+        return hashed_examples(*(text for text in texts if text is not None))
+
+    @property
     def digests(self) -> list[str]:
-        """A hash of the texts of each pair."""
-        return self.pairs.digests()
+        """A hash of the texts of each pair; see `Pairs.digests`."""
+        return [digest for digest, _ in self._hashes]
 
     @property
     def other_prompts(self) -> Text:
@@ -264,6 +272,7 @@ class Runs:
         facts: dict[str, Any] = {"metric": name_of(self.metric)}
         if self.direction is not None:
             facts |= {"direction": self.direction, "texts": self.digests}
+            self._warn_of_equal_texts()
         if self.source_model is not None:
             facts["source"] = f"another {type(self.source_model).__name__}"
             if isinstance(self.source_model, WithoutAdapter):
@@ -280,6 +289,22 @@ class Runs:
             words=words,
             groups=self.groups,
             exists=self._exists(labels, base.device) if has_words else None,
+        )
+
+    def _warn_of_equal_texts(self) -> None:
+        """Warn if the clean and the corrupted text of an example are the same.
+
+        Warns:
+            UserWarning: naming the examples. In a part of many examples, the numbers are unknown.
+        """
+        equal = [number for number, (_, is_equal) in enumerate(self._hashes) if is_equal]
+        if not equal:
+            return
+        listed = ", ".join(map(str, equal[:5])) + (", ..." if len(equal) > 5 else "")
+        which = "of an example" if part_now() is not None else f"of example {listed}"
+        warn(
+            f"the clean and the corrupted text {which} are equal, so all effects of this example "
+            "are 0: leave it out, unless it is a control"
         )
 
     def _exists(

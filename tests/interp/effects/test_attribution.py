@@ -360,7 +360,8 @@ def test_fixed_steps_are_the_trapezoid_rule(form, mask, site, name, to, steps):
 
 
 def test_equal_runs_have_no_gap():
-    found = integrated_gradients(variant("pre"), Pairs(BASE, BASE, metric=METRIC), steps=3)
+    with pytest.warns(UserWarning, match="text of example 0, 1.* are equal"):
+        found = integrated_gradients(variant("pre"), Pairs(BASE, BASE, metric=METRIC), steps=3)
     assert not found.values.any()
     assert found.about["gaps"] == [[0.0] * BATCH]
 

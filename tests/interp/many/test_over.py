@@ -110,7 +110,7 @@ CASES = {
     "paths": (path_patching, PAIRS, (), {}),
     "metric of tokens": (
         activation_patching,
-        PAIRS.measured_by(logit_diff(RIGHT.tolist(), 4)),
+        PAIRS.measured_by(logit_diff(RIGHT.tolist(), 2)),
         ("z",),
         {},
     ),

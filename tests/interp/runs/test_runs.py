@@ -76,6 +76,20 @@ def test_runs_are_refused_without_their_texts():
         Runs(model, CLEAN)
 
 
+def test_equal_texts_give_a_warning_with_the_number_of_the_example():
+    model = made()
+    clean = torch.tensor([[3, 1, 4], [1, 5, 2], [6, 5, 3]])
+    other = torch.tensor([[3, 1, 5], [1, 5, 2], [6, 5, 3]])
+    for analysis in (activation_patching, attribution_patching):
+        with pytest.warns(UserWarning, match="text of example 1, 2 are equal"):
+            effects = analysis(model, Pairs(clean, other, metric=log_prob(3)), "z", over="layer")
+        assert effects.values[..., 0].abs().max() > 1e-4
+        assert effects.values[..., 1:].abs().max() < 1e-12
+    # The corrupted texts are not used.
+    pairs = Pairs(clean, clean, metric=log_prob(3))
+    assert activation_patching(model, pairs, "z", over="layer", edit=edits.zero()).values.any()
+
+
 def test_effects_that_are_nan_give_a_warning():
     def broken():
         runs = itertools.count()
