@@ -151,12 +151,15 @@ class Options:
         return self.calls == "all"
 
     def memory_bound(self, names: Iterable[str], otherwise: str | None = None) -> Bound:
-        """Return the memory limit for the values with these names, and for their gradients.
+        """Return an object that counts the bytes of a run's cached values.
+
+        It raises a MemoryLimitError if the values, and their gradients with `grads=True`, exceed
+        `max_bytes`.
 
         Args:
-            names: the names of the cached values.
-            otherwise: the advice at the end of the error, if a run exceeds the limit. Default: the
-                advice for an eager run, such as to use `lazy=True`.
+            names: the names of the values that the run will cache.
+            otherwise: the end of the error, which says what to do instead. Default: the advice for
+                an eager run, such as to use `lazy=True`.
         """
         return Bound([*names], self.max_bytes, otherwise=otherwise, times=2 if self.grads else 1)
 

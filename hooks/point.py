@@ -100,18 +100,20 @@ class HookPoint(Identity):
 
 
 class HookPoints(nn.Module):
-    """Points for a module that was written without points.
+    """The points of a module that was written without points, such as a block of another library.
 
-    The module does not contain them as children, but passes its values through them when it runs.
-    Points have no weights, so the state dict does not change. A subclass may have a method
-    `plain(argument)`, which returns the form in which a lazy cache stores an argument of the module
-    that is neither a tensor nor a number.
+    The forward of the module passes its values through the points in `module.hook_points`. Neither
+    is a child of the other, so the names of the module's weights stay the same: its state dict does
+    not change.
+
+    A subclass may have a method `plain(argument)`. A lazy cache stores the arguments of the module.
+    If an argument is neither a tensor nor a number, the cache stores `plain(argument)` instead.
 
     Args:
-        module: the module that runs. It does not become a child of the `HookPoints`.
+        module: the module whose values the points have.
 
     Attributes:
-        module: the module that runs.
+        module: this module.
 
     >>> block = nn.Linear(2, 2)
     >>> points = HookPoints(block)

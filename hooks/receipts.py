@@ -11,15 +11,18 @@ from hooks.point import Hook, Point
 
 @dataclass
 class Receipt:
-    """A record of the changes of one hook at one point so far.
+    """A record of the changes that one hook has made at one point.
 
-    Runs of blocks by a lazy cache are not counted.
+    It shows whether an edit took place: a hook that never ran has 0 calls, and an edit that changed
+    nothing has 0 rows. The numbers grow with each run. A lazy cache may run blocks again to compute
+    a value; these runs do not count.
 
     Attributes:
         hook: the hook.
         point: the point of the hook.
         calls: the number of calls of the hook.
-        beside: the number of other tensors that the module returns, which the hook does not change.
+        beside: the number of further tensors in the output of the module. A hook gets and changes
+            only the first tensor.
 
     >>> Receipt(lambda value, point: value * 2, Point("embed"))
     <lambda> at embed: 0 calls changed 0 rows by at most 0

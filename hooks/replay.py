@@ -399,14 +399,20 @@ class BlockCall:
 
 
 class _EndOfRun:
-    """Ends a run of a block when its recorder has all values, and samples confirm all of them.
+    """Ends the second run of a block early, as soon as all wanted values are recorded and checked.
+
+    1. A recorder records the wanted values while the block runs.
+    2. A value may be used only if the block computes the same as in its first run. So after some
+       modules, a sample of the output is stored, for a comparison with the first run. A module
+       confirms the values that were recorded inside it or that it names.
+    3. When all wanted values are recorded and confirmed, `Complete` ends the run.
 
     Args:
-        recorder: records the values.
+        recorder: the recorder of the wanted values.
         ends: the modules after which the run may end.
 
     Attributes:
-        samples: samples of the outputs of these modules, as far as they ran.
+        samples: the samples, by module, of all modules that ran.
     """
 
     def __init__(self, recorder: Recorder, ends: Sequence[EarlyEnd]) -> None:
@@ -424,7 +430,7 @@ class _EndOfRun:
             session.after(end.module, partial(self._end, end))
 
     def _begin(self, args: Any, kwargs: Any) -> None:
-        """Note the values that the recorder has before a part runs."""
+        """Store the names of the values that were recorded before a module runs."""
         self._before = set(self._recorder.fired)
 
     def _end(self, end: EarlyEnd, output: Any) -> None:

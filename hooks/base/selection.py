@@ -254,13 +254,13 @@ class Selection:
                 f"got {len(parts)}"
             )
         if real is None:
-            rows = [_places(part, size, what=what, whole=whole) for part in parts]
+            rows = [_all_columns(part, size, what=what, whole=whole) for part in parts]
         else:
             rows = []
             # The parts are repeated, because a single part holds for all examples.
             for n, (part, columns) in enumerate(zip(itertools.cycle(parts), real)):
                 name = f"{what} of example {n}"
-                rows.append(_real(part, size, what=name, real=columns, whole=whole))
+                rows.append(_real_columns(part, size, what=name, real=columns, whole=whole))
             if all(places == rows[0] for places in rows):
                 rows = rows[:1]
         if whole and not any(rows):
@@ -377,7 +377,7 @@ class Selection:
                         f"{name} must be a mask of {columns[-1] + 1}; got {len(part)}"
                     )
                 part = _places_of_true(part)
-            selected = _real(part, real.shape[1], what=name, real=columns, whole=True)
+            selected = _real_columns(part, real.shape[1], what=name, real=columns, whole=True)
             real_columns_of_text = {*columns}
             real_selected = [column for column in selected if column in real_columns_of_text]
             if not real_selected:
@@ -406,18 +406,31 @@ class Selection:
         return reprlib.repr(self.index)
 
 
-def _places(part: Any, size: int, what: str, whole: bool) -> list[int]:
-    """Return the places that one part of an index selects along an axis without padding."""
+def _all_columns(part: Any, size: int, what: str, whole: bool) -> list[int]:
+    """Return the columns that the index of one text selects. The text has no padding.
+
+    Args:
+        part: the index of the text: a number, a slice, a list, a mask, or all but some places.
+        size: the number of columns.
+        what: the name of the axis, for errors.
+        whole: whether the columns are a whole text. In a piece of a text, a place outside the piece
+            is no error.
+    """
     if isinstance(part, AllBut):
         left_out = places_at(part.places, size, what=what, whole=whole)
         return [place for place in range(size) if place not in left_out]
     return places_at(part, size, what=what, whole=whole)
 
 
-def _real(part: Any, size: int, what: str, real: Sequence[int], whole: bool) -> list[int]:
-    """Return the columns that one part of an index selects in a text with padding."""
+def _real_columns(part: Any, size: int, what: str, real: Sequence[int], whole: bool) -> list[int]:
+    """Return the columns that the index of one text selects. The text has padding.
+
+    Args:
+        part, size, what, whole: see `_all_columns`.
+        real: the columns of the real tokens.
+    """
     if isinstance(part, AllBut):
-        left_out = _real(part.places, size, what=what, real=real, whole=whole)
+        left_out = _real_columns(part.places, size, what=what, real=real, whole=whole)
         return [column for column in real if column not in left_out]
     if isinstance(part, slice):
         return _between(part, size, real)

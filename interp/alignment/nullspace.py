@@ -37,14 +37,18 @@ from interp.runs.runs import Runs
 
 @dataclass(frozen=True, eq=False, repr=False)
 class NullSpaces:
-    """Effects of a subspace with and without directions that the model does not use.
+    """The effect of exchanging a subspace between two texts, and the effect of two parts of it.
 
-    It is the result of `null_spaces`.
+    An exchange can have an effect although the model does not use the subspace: it may change a
+    value along directions that do not vary in normal runs, or that no later part of the model
+    reads. Such an effect says nothing about the model. `dormant` and `unread` are the shares of the
+    effect that need such directions. `null_spaces` returns this object.
 
     Attributes:
-        effects: the change of the metric, [through, example]. `whole` is the effect of the
-            subspace, `varying` leaves out changes along axes on which the values of the pairs do
-            not vary, and `read` uses only the part of the subspace that later parts read.
+        effects: the change of the metric, [through, example]. The axis `through` has three entries.
+            `whole`: the effect of the exchange of the subspace. `varying`: the effect of its part
+            along axes on which the values of the pairs vary. `read`: the effect of its part that
+            later parts of the model read.
 
     >>> values = torch.tensor([[2.0, 4.0], [0.5, 1.0], [2.0, 4.0]])  # [through, example]
     >>> labels = {"through": ["whole", "varying", "read"]}
@@ -59,7 +63,7 @@ class NullSpaces:
 
     @property
     def dormant(self) -> float:
-        """The share of the effect along axes on which the values of the pairs do not vary.
+        """The share of the effect that needs axes on which the values of the pairs do not vary.
 
         It is NaN if the subspace has no effect.
         """
@@ -67,8 +71,7 @@ class NullSpaces:
 
     @property
     def unread(self) -> float:
-        """The share of the effect that is lost if only the part of the subspace that later parts
-        read is interchanged.
+        """The share of the effect that needs directions that no later part of the model reads.
 
         It is NaN if the subspace has no effect.
         """

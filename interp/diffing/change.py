@@ -205,11 +205,12 @@ class ModelChange(plots.Shown):
     @cached_property
     @without_gradients
     def weights(self) -> WeightChanges:
-        """The change of each weight: its relative size, its effective rank next to the rank of a
-        random matrix, and its largest singular directions. For matrices that write to the stream,
-        the tokens that these directions promote, next to random directions.
+        """The change of each weight, tuned - base. It is computed at the first access.
 
-        They are computed at the first access.
+        Each change has its size relative to the weight of the base, its effective rank next to the
+        effective rank of a random matrix of the same shape, and its largest singular directions.
+        If the matrix writes to the residual stream, it also has the tokens whose logits these
+        directions raise, next to the same tokens for random directions.
 
         Raises:
             ValueError: if the models have weights with different names or shapes, or if the matrix
@@ -432,20 +433,27 @@ def compare_models(
 ) -> ModelChange:
     """Return the differences between a tuned model and its base on some texts.
 
-    Both models have the same points, axes and sizes. They may be on two devices; values of the base
-    are moved. A model with an adapter of peft (attach it with `models.attach`) is both models,
-    without a second copy of the weights.
+    The differences are in the predictions, in the residual stream of each layer, and in the
+    weights. Both models must have the same points, axes and sizes. They may be on two devices:
+    values of the base are then moved.
 
-    The memory contains the residual stream of one batch after one layer, for each model. To save
-    this memory, an attached base runs twice. If the base has hooks, or its blocks cannot be called
-    one by one, all layers of the tuned model are in memory.
+    One model with an adapter of peft is enough: attach it with `models.attach`, and leave out
+    `base`. The base is then the same model with its adapter switched off.
+
+    Both models run one layer after another, so memory contains only the residual stream of one
+    layer and one batch for each model. There are two exceptions. An attached base runs twice. If
+    the base has hooks, or its blocks cannot be called one by one, memory contains all layers of the
+    tuned model.
 
     Args:
-        tuned: the tuned model. Or several checkpoints: a list, an iterator or a function that
-            returns one of these, or a mapping from labels (such as steps). Their items are models,
-            or functions that load a model, so that only one is in memory.
-        base: the base. None, or `without_adapter(tuned)`: each tuned model with its adapters off.
-        texts: the texts, which need not be related to the fine-tuning.
+        tuned: the tuned model; or several checkpoints of it, as a list, an iterator, or a mapping
+            whose keys are labels, such as steps. A checkpoint is a model, or a function that loads
+            a model. With functions, only one checkpoint is in memory at a time. A function that
+            returns a list or an iterator is allowed too.
+        base: the base model. Default: each tuned model with its adapters switched off, as with
+            `without_adapter(tuned)`.
+        texts: the texts on which the models are compared. They need not be related to the
+            fine-tuning.
         batch: the largest number of texts in a batch.
         seed: the seed of the controls.
         progress: whether to show a progress bar after two seconds.

@@ -224,7 +224,7 @@ def _chosen(
             continue
         offsets = columns["offset"][start:stop]
         row_at = dict(zip(offsets.tolist(), range(start, stop), strict=True))
-        chosen = _places(where, row_at, what=what, number=number)
+        chosen = _stored_places(where, row_at, what=what, number=number)
         rows += [row_at[place] for place in chosen]
         places += chosen
         ranks += range(len(chosen))
@@ -243,12 +243,12 @@ def _chosen(
     )
 
 
-def _places(where: Selection, row_at: dict[int, int], what: str, number: int) -> list[int]:
-    """Return the selected places of a text that have rows.
+def _stored_places(where: Selection, row_at: dict[int, int], what: str, number: int) -> list[int]:
+    """Return the places of one text that are selected and that the store contains.
 
     Args:
         where, what: see `rows_of_store`.
-        row_at: the row of each stored place of the text.
+        row_at: the row in the file, for each place of the text that the store contains.
         number: the number of the text among the texts of its kind.
 
     Raises:

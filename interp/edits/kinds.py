@@ -125,16 +125,20 @@ def add(vector: Values, scale: float = 1.0, **where: Index) -> Edit:
 def replace(source: Values, *, source_pos: Index | None = None, **where: Index) -> Edit:
     """Return an edit that replaces values by values of another run, layer, position or model.
 
-    If `pos` counts from the end, such as `pos=-1`, positions of a cache are counted from the end of
-    the cached texts, whose lengths and padding may differ. Otherwise values are copied to the same
-    columns.
+    The columns of the source follow from the first of these rules that applies:
+
+    1. `source_pos` names the columns.
+    2. The source is a cache, and `pos` counts from the end, such as `pos=-1`: the same positions,
+       counted from the end of each cached text. The cached texts may have other lengths and other
+       padding than the edited texts.
+    3. In all other cases, the columns have the same numbers in the source and in the edited texts.
+       This includes a tensor with `pos=-1`, because a tensor has no padding mask.
 
     Args:
-        source: the values of whole texts. For another layer, pass the tensor `cache["z", 2]`. A
-            tensor has no padding mask, so its columns are always the columns of the edited texts.
+        source: the values of whole texts. For another layer, pass the tensor `cache["z", 2]`.
         source_pos: the columns of the source for the selected positions, in order, or one column
             for all positions. Negative numbers count from the end of each text of the source.
-            Default: see above.
+            Default: rule 2 or 3.
         where: the place that is replaced, by axis; see `zero`.
 
     Returns:

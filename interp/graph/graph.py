@@ -371,7 +371,13 @@ class Graph(HintsAtNames):
         return None
 
     def index(self, edge: str) -> tuple[int, int]:
-        """Return the indices of the writer and the reader of an edge.
+        """Return the row and the column of an edge in tables [writer, reader] of this graph.
+
+        Args:
+            edge: the name of the edge, such as `m0->logits`: the writer, an arrow and the reader.
+
+        Returns:
+            The place of the writer in `writers`, and the place of the reader in `readers`.
 
         Raises:
             UnknownNameError: if a node does not exist; the error names close matches.

@@ -19,15 +19,20 @@ SublayerKind = Literal["attn", "mixer", "mlp"]
 
 @runtime_checkable
 class BlockBranch(Protocol):
-    """One sublayer of a block, which adds `added(after(sublayer(norm(stream))))` to the stream."""
+    """One branch of a block: a sublayer with its norms.
+
+    The branch reads the residual stream, and adds a vector to it. The vector is
+    `after(sublayer(norm(stream)))`. `reads` is the point of the stream, and `added` is the point of
+    the vector.
+    """
 
     @property
     def reads(self) -> nn.Module:
-        """The point of the stream that the branch reads."""
+        """The point that has the stream before the branch."""
 
     @property
     def norm(self) -> nn.Module:
-        """The norm before the sublayer, or an identity."""
+        """The norm before the sublayer; an identity if there is none."""
 
     @property
     def sublayer(self) -> nn.Module:
@@ -35,21 +40,21 @@ class BlockBranch(Protocol):
 
     @property
     def after(self) -> nn.Module:
-        """The norm of the sublayer's output, or an identity."""
+        """The norm after the sublayer; an identity if there is none."""
 
     @property
     def added(self) -> nn.Module:
-        """The point of the vector that is added to the stream."""
+        """The point that has the vector which the branch adds to the stream."""
 
     def __call__(
         self, stream: Float[Tensor, "batch pos d_model"], *context: Any
     ) -> Float[Tensor, "batch pos d_model"]:
-        """Return the vector that the branch adds to the stream, from the stream that it reads."""
+        """Return the vector that the branch adds to a stream."""
 
     def finished(
         self, output: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos d_model"]:
-        """Return the vector that the branch adds to the stream, from the sublayer's output."""
+        """Return the vector that the branch adds to the stream, from an output of the sublayer."""
 
 
 class SeparateHeads(Protocol):

@@ -33,24 +33,26 @@ _KIND = "statistics-2"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Statistics:
-    """Statistics of the columns of rows.
+    """Statistics of the values of one point over many tokens.
 
-    The axes after `row` are flattened to `d`, except in `mean`.
+    Usually each token gives one row. The row is the value of the point at the token, as a vector of
+    `d` numbers: several axes, such as `head` and `d_head`, are joined to one. A column is one of
+    these `d` numbers at all tokens.
 
     Attributes:
         n: the number of rows.
-        mean: the mean [...], with the axes of the point after `pos`.
-        products: the summed squares of the deviations of each column, or the summed products of all
-            pairs of columns.
+        mean: the mean of all rows. It keeps the axes of the point, such as `[head, d_head]`.
+        products: for each column, the sum of the squared deviations from the mean, [d]; with
+            covariances, the sum of the products of deviations for each pair of columns, [d, d].
         low, high: the smallest and the largest value of each column.
         positive: the number of values above 0 in each column.
         top_values: the largest values of each column, in descending order.
         top_places: the place of each of these values: the number of its text, and its position in
             the text.
         sample: the rows of the sample, from which quantiles are computed.
-        keys: a random number from 0 to 1 for each row of the sample. The number depends only on the
-            seed, the text and the position of the row. The rows with the smallest numbers are the
-            sample.
+        keys: a random number from 0 to 1 for each row of the sample. The sample is the rows with
+            the smallest numbers. A number depends only on the seed, the text and the position, so
+            the sample is the same in every order of the texts.
         room: the largest number of rows in the sample.
         top: the number of largest values to record.
 
@@ -112,7 +114,7 @@ class Statistics:
         moments = Moments.of(exact, pairs=covariance)
         places = torch.stack([text, pos], 1).long().cpu()
         rows = largest_rows(exact, top)
-        largest = _earliest_first(exact.gather(0, rows), places[rows], top)
+        largest = _largest_with_places(exact.gather(0, rows), places[rows], top)
         keys = keys_of(seed, *places.unbind(1))
         chosen = keys.argsort()[:sample]
         return cls(
@@ -146,7 +148,7 @@ class Statistics:
         moments = self.moments + other.moments
         values = torch.cat([self.top_values, other.top_values])
         places = torch.cat([self.top_places, other.top_places])
-        largest = _earliest_first(values, places, self.top)
+        largest = _largest_with_places(values, places, self.top)
         keys = torch.cat([self.keys, other.keys])
         chosen = keys.argsort()[: self.room]
         return Statistics(
@@ -244,12 +246,12 @@ class Statistics:
         return f"Statistics of {self.n:,} rows [{', '.join(map(str, self.mean.shape))}]"
 
 
-def _earliest_first(
+def _largest_with_places(
     values: Float[Tensor, "n d"], places: Int[Tensor, "n d 2"], k: int
 ) -> tuple[Float[Tensor, "_k d"], Int[Tensor, "_k d 2"]]:
-    """Return the `k` largest values of each column, from the largest on, with their places.
+    """Return the `k` largest values of each column, the largest first, with their places.
 
-    Among equal values, the first in the order of the texts and positions are selected.
+    Of equal values, the earliest come first, by text and then by position.
     """
     by_place = ((places[..., 0] << 32) + places[..., 1]).argsort(0)
     rows = by_place.gather(0, largest_rows(values.gather(0, by_place), k))
@@ -345,7 +347,11 @@ class StatisticsByPoint(dict[str, Statistics]):
         storage.save(storage.path_of(path), _KIND, *self.packed())
 
     def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the statistics as tensors and facts for a file; see `unpacked`."""
+        """Return the content of a file of `save`: tensors by name, and other values by name.
+
+        A tensor is named `POINT FIELD`, such as `blocks.0.mlp_out mean`. The other values are in
+        one mapping for each point. `unpacked` reads both.
+        """
         tensors: dict[str, Tensor] = {}
         facts: dict[str, Any] = {}
         for name, statistics in self.items():

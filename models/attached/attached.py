@@ -455,14 +455,17 @@ class Attached(ReadsText):
     def context_of(
         self, calls: Sequence[Any], model_arguments: dict[str, Any]
     ) -> AttachedContext | None:
-        """Return the context of a run, from the recorded calls of the blocks.
+        """Return the context of a past run: the arguments that blocks read besides the stream.
 
-        The context is None if the blocks cannot be called again, or have several vectors for each
-        token.
+        With the context, `run_block` can call the blocks of this run again, one by one.
 
         Args:
-            calls: the arguments of each block, positional and by name.
-            model_arguments: the model's arguments besides the tokens.
+            calls: the recorded arguments of each block in the run, positional and by name.
+            model_arguments: the arguments of the model in the run, without the tokens.
+
+        Returns:
+            The context; None if the blocks cannot be called again, or if the stream has several
+            vectors for each token.
         """
         if self.n_streams > 1:
             return None
