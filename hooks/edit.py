@@ -32,7 +32,7 @@ from hooks.base.errors import ContextError, EditError, HookError
 from hooks.names import resolve
 from hooks.point import Hook, HookPoint, Point, as_node, first_tensor, has_forward, require_unsplit
 from hooks.receipts import Receipt, Receipts
-from hooks.session import OutputHook, Session, hooks_disabled, is_open
+from hooks.session import OutputHook, Session, edits_in_force, hooks_disabled, is_open
 
 ELSEWHERE = (
     "the model ran to its end only in other threads; hooks act in the thread that enters the "
@@ -368,7 +368,20 @@ def edit_at(
         is_same = torch.equal(torch.nan_to_num(new), torch.nan_to_num(value))
         return edited_output if is_same else watch.handed_on(edited_output, new)
 
+    # `edited_points_in_force` reads the attribute.
+    edit.edited = edited  # type: ignore[attr-defined]
     return edit
+
+
+def edited_points_in_force(model: nn.Module) -> list[EditedPoint]:
+    """Return the edits that act on a model in this context, outermost first.
+
+    Args:
+        model: the model.
+    """
+    modules = {*model.modules()}
+    hooks = [hook for module, hook in edits_in_force() if module in modules]
+    return [hook.edited for hook in hooks if hasattr(hook, "edited")]
 
 
 def gradient_edit_at(edited: EditedPoint, fired: set[str]) -> OutputHook:

@@ -8,8 +8,11 @@ edit that makes the same change in all rows of a text.
 import itertools
 from dataclasses import replace
 
-from hooks import Point
+from torch import nn
+
+from hooks import HookError, Point
 from hooks.base import POSITION_AXES, TEXT_AXES, Selection
+from hooks.shared import edited_points_in_force
 from interp.edits import Edit
 from interp.protocol import has_text_of_logits
 
@@ -39,6 +42,25 @@ def edit_of_texts(edit: Edit, point: Point, prompts: list[list[int]]) -> Edit:
             selection = _columns_of_prompts(selection, axis, prompts)
         where[axis] = selection
     return replace(edit, where=where, source=source, n_texts=len(prompts))
+
+
+def require_edits_of_rows(model: nn.Module) -> None:
+    """Check that edits that act on a model do not depend on rows and positions.
+
+    The runs of an analysis have a row for each answer of several tokens. Edits of the analysis are
+    edits of texts (`edit_of_texts`), but an edit that is already active acts on these rows.
+
+    Raises:
+        HookError: if an active edit depends on rows or positions.
+    """
+    for edited in edited_points_in_force(model):
+        for hook in edited.hooks:
+            if isinstance(hook, Edit) and hook.depends_on_rows:
+                raise HookError(
+                    "with answers of several tokens, an active edit must be the same for all "
+                    f"positions and texts; got {hook!r} at {edited.point}, which would also count "
+                    "tokens of answers: pass the edit to sweep, or use answers of one token"
+                )
 
 
 def _columns_of_prompts(selection: Selection, axis: str, prompts: list[list[int]]) -> Selection:

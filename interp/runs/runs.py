@@ -35,6 +35,7 @@ from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.protocol import logits_of, runner_of
 from interp.results.result import Result
 from interp.runs.adapters import WithoutAdapter
+from interp.runs.edited import require_edits_of_rows
 from interp.runs.models import Source, as_source, source_runner
 
 
@@ -92,6 +93,7 @@ class Runs:
         ValueError: if the direction does not exist, the texts to run are missing, or the source
             has other points, sizes or tokens.
         ModeError: if the model is in training mode.
+        HookError: if an edit with positions acts on the model, and answers are several tokens.
     """
 
     base: Float[Tensor, " example"]
@@ -122,6 +124,9 @@ class Runs:
         self.source_runner = self.runner
         if source is not None:
             self.source_runner = source_runner(source, self.runner, pairs.clean, self.pairs.text)
+        if self.rows is not self.pairs:
+            for run_model in {model, self.source_runner.model}:
+                require_edits_of_rows(run_model)
         self.direction = direction
         self.has_source = direction is not None or source is not None
         self.reads_other = direction is not None

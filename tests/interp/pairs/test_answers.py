@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hooks import HookedRunner, SelectionError
+from hooks import HookedRunner, HookError, SelectionError
 from interp import (
     Pairs,
     accuracy,
@@ -451,6 +451,44 @@ def test_noise_is_the_same_for_both_answers(model, site):
     )
     both = Pairs(text(CLEAN, "right"), answers=answers(), spans=spans)
     close(effects(both), effects(right) - effects(wrong))
+
+
+ACTIVE = {
+    "last token": {"blocks.0.mlp_out": edits.zero(pos=-1)},
+    "query": {"blocks.1.attn.scores": edits.knockout(query=-1, key=0)},
+    "one text": {"blocks.0.mlp_out": edits.zero(batch=1)},
+    "noise": {"blocks.0.mlp_out": edits.noise(0.3)},
+}
+
+
+@pytest.mark.parametrize("receipts", [True, False])
+@pytest.mark.parametrize("name", ACTIVE)
+def test_active_edits_of_some_positions_are_refused(model, name, receipts):
+    """Their positions and rows would include the answers, which are rows of these runs."""
+    pairs = pairs_of("right")
+    calls = (
+        lambda: sweep(model, pairs, [{"blocks.1.mlp_out": edits.zero()}]),
+        lambda: activation_patching(model, pairs, "mlp_out", ["layer"]),
+    )
+    with HookedRunner(model).hooks(ACTIVE[name], receipts=receipts):
+        for call in calls:
+            with pytest.raises(
+                HookError, match="active edit .* at blocks.*: pass the edit to sweep"
+            ):
+                call()
+    # The hooks of another model do not matter.
+    handle = HookedRunner(variant("post")).add(ACTIVE[name])
+    calls[0]()
+    handle.remove()
+
+
+def test_active_edits_of_all_positions_act_on_answers_too(model):
+    def scaled(row, answer):
+        return {"blocks.0.mlp_out": lambda output: output * 0.25}
+
+    with HookedRunner(model).hooks({"blocks.0.mlp_out": edits.scale(0.25)}):
+        result = sweep(model, pairs_of("left"), [{"blocks.1.mlp_out": edits.zero()}])
+    close(result.base, by_hand(model, CLEAN, changes=scaled))
 
 
 @pytest.mark.parametrize("pos", [5, [0, 6], slice(5, None), edits.all_but(7)])
