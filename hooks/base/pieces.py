@@ -310,7 +310,8 @@ def token_mask() -> KeyMask | None:
 
     Values at `pattern` and `scores` also have columns for padded keys. In `pattern` these columns
     are 0, and a hook that writes another number there makes the text attend to padding. Edits of
-    `interp.edits` leave these columns unchanged. Your own function can multiply by this mask.
+    `interp.edits` leave these columns unchanged. A hook function of your own can do the same: it
+    multiplies its values by this mask.
 
     Returns:
         True at real tokens, False at padding, [batch, key], for all columns so far. None if there

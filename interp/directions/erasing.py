@@ -6,11 +6,11 @@ Belrose et al. 2023, "LEACE: Perfect linear concept erasure in closed form".
 2. W = Σ^(-1/2) whitens the values, and P projects on the columns of W Σxz.
 3. Then x - W⁺ P W (x - E[x]) has no covariance with z. No smaller change has this property.
 
-The eraser is computed in float64 from exact sums, without shrinkage. Eigenvectors of Σ without
-variance are left out. The output of a LayerNorm has one of them, because the norm
-subtracts the mean over components. Eigenvectors along which values vary only by float32 rounding
-(compared with the largest variation) are left out too: Σ^(-1/2) would multiply the rounding by
-factors of 1e7.
+The eraser is computed in float64 from exact sums, without shrinkage. If the values do not vary
+along an eigenvector of Σ, the eigenvector is left out. The output of a LayerNorm has one such
+eigenvector, because the norm subtracts the mean over components. Eigenvectors along which values
+vary only by float32 rounding (compared with the largest variation) are left out too: Σ^(-1/2) would
+multiply the rounding by factors of 1e7.
 """
 
 from dataclasses import dataclass

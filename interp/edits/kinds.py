@@ -356,7 +356,7 @@ def knockout(query: Index | None = None, key: Index | None = None, **where: Inde
         The edit, only for points named `scores`, [batch, head, query, key].
 
     Warns:
-        UserWarning: if all keys come after all queries.
+        UserWarning: if every key comes after every query, so that the edit changes nothing.
 
     >>> from hooks import Point
     >>> scores = torch.zeros(1, 1, 3, 3)

@@ -88,9 +88,10 @@ def edge_attribution(
     - `eap_ig_inputs` takes the mean gradient while the stream that enters the first block moves
       from base to target (Hanna et al. 2024, "Have Faith in Faithfulness"). The scores of the edges
       of `input` then add up to the effect of replacing the input.
-    - `eap_ig_activations` takes, for each writer, the mean gradient while this writer alone moves.
-      The scores of each writer's edges add up to the effect of replacing the writer. Every step of
-      a path needs one run for each writer.
+    - `eap_ig_activations` has a path for each writer: only the output of this writer moves from
+      base to target. It takes the mean gradient along this path. The scores of each writer's edges
+      add up to the effect of replacing the writer. Every step of a path needs one run for each
+      writer.
 
     Besides the gradients of a run, the memory contains the changes of all writers: one residual
     stream for each writer. On a GPU, the changes of as many examples as `max_bytes` allows are
@@ -99,7 +100,8 @@ def edge_attribution(
     examples.
 
     By default, corrupted values replace values of the clean run (`direction="noising"`), which
-    shows the loss without a part. Activation and attribution patching do the reverse by default.
+    shows the loss without a part. This is the question of circuits: the parts outside a circuit are
+    replaced in the clean run. Activation and attribution patching do the reverse by default.
 
     Args:
         model: a model that has a `Graph`. Its weights need no gradients and receive none.

@@ -35,7 +35,8 @@ def node_effects(
     Effect").
 
     By default, corrupted values replace values of the clean run (`direction="noising"`), which
-    shows the loss without a part. Activation and attribution patching do the reverse by default.
+    shows the loss without a part. This is the question of circuits: the parts outside a circuit are
+    replaced in the clean run. Activation and attribution patching do the reverse by default.
 
     Args:
         model: a model that has a `Graph`, in evaluation mode.

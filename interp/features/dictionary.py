@@ -469,9 +469,9 @@ def _require_matrix(name: str, weight: object, axes: str) -> None:
 def _sizes(W_enc: Tensor, W_dec: Tensor, b_enc: object) -> dict[str, int]:
     """Return the size of each axis of the weights.
 
-    The number of features is also the length of `b_enc`. If a matrix has this length on the other
-    side, it is transposed, and the sizes are of the transposed matrix. `require_sizes` then raises
-    an error that says so.
+    The length of `b_enc` is the number of features. If a matrix has this length along its other
+    axis, the user has passed it transposed. The result has the sizes that the matrix should have,
+    so that the error of `require_sizes` names this matrix.
     """
     d_in, n_features = W_enc.shape
     n_biases = b_enc.numel() if isinstance(b_enc, Tensor) else n_features

@@ -34,7 +34,7 @@ def crosscoder_cards(
         models: the model of each member, in the order of `crosscoder.names` or by name; one model
             if the members are its layers.
         crosscoder: the crosscoder.
-        texts: the texts, which each model reads once.
+        texts: the texts. Each model reads each text once.
         member: the model whose decoder, unembedding and tokenizer are used.
         point: the point that all members read. Default: the points in the files.
         features: the indices of the features.

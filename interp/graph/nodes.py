@@ -535,8 +535,8 @@ def as_names(names: str | Iterable[str], what: str) -> tuple[str, ...]:
     if isinstance(names, str):
         return (names,)
     if isinstance(names, tuple) and [*map(type, names)] == [int, int]:
-        # A pair (layer, head), as other analyses take it, is one wrong name. The error of
-        # `Graph.place` lists the nodes of this head.
+        # Other analyses accept a head as a pair (layer, head). Here, the pair is passed on as one
+        # unknown name, and the error of `Graph.place` lists the nodes of this head.
         names = [names]  # type: ignore[list-item]
     if not isinstance(names, Iterable):
         raise TypeError(

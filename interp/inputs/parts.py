@@ -37,7 +37,8 @@ class RunningPart:
         finish: the function that finishes the joined result; None if the result is finished.
         options: the options of `finish`, which fit JSON.
         digests: a hash of the texts of each example, if the analysis has numbered copies.
-        compares_values: whether copies must also have equal values.
+        compares_values: whether two examples are copies only if their values in the result are
+            equal too.
     """
 
     first: int = 0

@@ -2,8 +2,8 @@
 
 There are two ways to read a word:
 
-1. Alone (`token_ids`): the word must be one token. `require_clear_words` checks that a word has the
-   same token after every text.
+1. Without a text (`token_ids`): the word must be one token. `require_clear_words` checks that the
+   word has the same token after every text.
 2. After a text (`tokens_of_answers`, `tokens_of_words`): a word without a space before it may be a
    new word or the rest of the last word of the text.
 

@@ -51,7 +51,8 @@ class Outcome:
         finish: the name of the function that finishes the joined result; empty for none.
         options: the options of this function.
         digests: a hash of the texts of each example; None if the analysis numbered no copies.
-        compares_values: whether copies must also have equal values.
+        compares_values: whether two examples are copies only if their values in the result are
+            equal too.
     """
 
     result: Any

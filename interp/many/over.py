@@ -179,7 +179,8 @@ def _require_all_parts(model: nn.Module, executor: Any, shard: tuple[int, int] |
     """Check that each process of a fully sharded model runs all parts, in order.
 
     Raises:
-        ValueError: if the processes may make different runs. They would then wait forever.
+        ValueError: if the processes may make different runs. Each process would then wait forever
+            for the others.
     """
     is_divided = shard is not None or executor is not None
     if is_divided and has_shards(model):

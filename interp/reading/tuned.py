@@ -55,8 +55,8 @@ class TunedLens(AffineLens):
         bias: one vector for each block.
         config_hash: the config hash of the model that the lens belongs to; empty if it is unknown.
         losses: the mean KL(final ‖ lens) of each step of the fit, in nats.
-        rows: the number of positions that the steps read. The positions of a text that was read
-            twice are counted twice.
+        rows: the number of positions that the steps read. If the fit read a text twice, its
+            positions count twice.
 
     >>> losses = torch.tensor([[2.0], [1.5]])
     >>> lens = TunedLens(torch.eye(2)[None], torch.zeros(1, 2), "", losses, rows=600)

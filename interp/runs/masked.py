@@ -88,7 +88,8 @@ def run_circuit(
     later values: a head computes its output in this run from the streams that its q, k and v see.
 
     By default, corrupted values replace values of the clean run (`direction="noising"`), which
-    shows the loss without a part. Activation and attribution patching do the reverse by default.
+    shows the loss without a part: the parts outside the circuit are replaced in the clean run.
+    Activation and attribution patching do the reverse by default.
 
     Args:
         model: a model that has a `Graph`, in evaluation mode.

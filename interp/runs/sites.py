@@ -1,7 +1,7 @@
 """Sites: the places where runs are compared, and the axes of the result.
 
-A site is the last part of a point's name, such as `resid_pre`. It stands for the points of all
-layers with this name.
+A site is the last part of a point's name, such as `resid_pre`. It means the point with this name
+in every layer.
 
 Activation patching of `resid_pre` over `layer` and `pos`, in a model of 2 layers and texts of 3
 tokens:

@@ -223,7 +223,7 @@ class Unedited:
         return len(tensors) == self._n_past and all(part.shape[2] == n_pos for part in tensors)
 
     def free_streams(self) -> None:
-        """Free the streams of this run. Contexts, keys and values stay."""
+        """Free the memory of the streams of this run. The contexts, keys and values remain."""
         self.streams = []
         self._calls = []
         self._outputs = []

@@ -209,8 +209,8 @@ def svd_spectra(targets: SVDTargets, k: int | None = None) -> Mapping[str, SVD]:
     singular vectors are directions that a head writes.
 
     The rank of `wvwo` is at most d_head, so its decomposition has the d_head singular values that
-    may differ from 0, without the zeros after them. Effective and stable rank are the same with and
-    without these zeros. The condition number is computed for the map from the d_head directions
+    may differ from 0, without the zeros after them. These zeros would not change the effective rank
+    and the stable rank. The condition number is computed for the map from the d_head directions
     that the head reads to the directions that it writes. For the whole matrix, the number would be
     infinite.
 

@@ -181,7 +181,8 @@ class Statistics:
         """The covariance of all pairs of columns, the mean products of deviations.
 
         Raises:
-            ValueError: if the statistics were made without `covariance=True`.
+            ValueError: if the statistics have no covariances, because they were computed without
+                `covariance=True`.
         """
         if self.products.ndim < 2:
             raise ValueError(

@@ -320,7 +320,8 @@ def _reordered(logits: Tensor, point: object) -> Tensor:
 def _check_attention(wiring: Wiring) -> None:
     """Remove the points `scores` and `pattern` if attention adds unknown numbers to its scores.
 
-    `AttentionPoints` computes scores and pattern itself, and would leave out these numbers.
+    `AttentionPoints` computes the scores and the pattern a second time. It does not know these
+    numbers, so its scores and pattern would be wrong.
 
     Raises:
         AttachError: if the logits are still different after the points were removed.

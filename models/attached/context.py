@@ -269,7 +269,7 @@ class AttachedContext(NamedTuple):
     """The arguments that the blocks of one run read besides the stream.
 
     Attributes:
-        given: the model's arguments besides the tokens.
+        given: the arguments of the model, without the tokens.
         n_pos: the number of positions of the texts.
         calls: for each block, its arguments by name, without the stream. The cache is None.
         held: for each block, the keys and values that the run put into its cache.
@@ -443,7 +443,7 @@ def repeatable_context(
     Args:
         blocks: the blocks.
         calls: the arguments of each block, positional and by name.
-        model_arguments: the model's arguments besides the tokens.
+        model_arguments: the arguments of the model, without the tokens.
     """
     arguments = []
     keys_and_values = []

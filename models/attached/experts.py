@@ -407,8 +407,8 @@ class ChosenOutputs(Computed):
         before, after = (
             (part * weights).sum(-2).view_as(output) for part in (outputs.detach(), new)
         )
-        # Detach the old sum. Otherwise, the gradient would flow both through the sum and through
-        # the point, so it would be counted twice.
+        # Detach the old sum. Otherwise, the gradient would go through the sum and, a second time,
+        # through the point.
         change = (after - before.detach()) / self.factor
         return (output.detach() if new.requires_grad else output) + change
 

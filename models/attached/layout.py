@@ -179,7 +179,7 @@ def candidates_of(block: Call, probe: ProbeRun, roles: Roles) -> Candidates:
         roles: the sublayers that a user names.
 
     Raises:
-        AttachError: if a named sublayer did not run exactly once.
+        AttachError: if a sublayer that the user names ran several times, or never.
     """
     inside = [
         call for call in probe.single if block.began < call.began and call.ended < block.ended

@@ -336,9 +336,9 @@ class PaddedPositions:
         """The position that the model gives to the first token in a run without positions.
 
         Later positions count up from it. The position is 0, or the id of the padding token plus 1
-        (2 if there is no such id), as in RoBERTa. Both are tried, and the first that gives the
-        logits of a run without positions is returned. The value is None if the model accepts no
-        positions, or if neither gives these logits.
+        (2 if there is no such id), as in RoBERTa. The model runs without positions, and then with
+        each of these two starts. The value is the first start with the same logits. It is None if
+        no start has the same logits, or if the model accepts no positions.
         """
         if not self._takes_positions:
             return None

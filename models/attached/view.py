@@ -5,7 +5,8 @@ supports. For any other family, the view is created from a run on fourteen token
 
 1. Record the inputs and outputs of each module (`_recorded`).
 2. Inside attention, the modules that read its input are its projections, and the module that reads
-   z is its output map. They are linear, so unit vectors give their weights (`_weights_of`).
+   z is its output map. These modules are linear, so their outputs for unit vectors are their
+   weights (`_weights_of`).
 3. The columns of the projections on which a head's queries, keys or values depend belong to this
    head. They are found by autograd (`_columns_of`).
    Attention in which one of these parts is missing, and any other mixer of positions, is one
@@ -69,7 +70,7 @@ class ViewContext(NamedTuple):
     """The values that attention reads besides the stream, in a run of some texts.
 
     Attributes:
-        arguments: the model's arguments besides the tokens.
+        arguments: the arguments of the model, without the tokens.
         calls: the arguments of each module that the view calls.
     """
 
@@ -884,7 +885,7 @@ def _view_context_of(
         language: the attached model's parts.
         modules: the modules.
         tokens: the texts.
-        arguments: the model's arguments besides the tokens.
+        arguments: the arguments of the model, without the tokens.
     """
     run = partial(language.run, tokens, **arguments)
     return ViewContext(arguments, hooks_disabled(arguments_of, modules, run))

@@ -209,8 +209,8 @@ def _read_all(
 def end_tokens(listed: Any, vocab_size: int) -> tuple[Any, ...]:
     """Return the tokens that end a text, from a file that gives one token, several tokens or none.
 
-    Tokens outside the vocabulary are ignored. The model never predicts them, and many configs of
-    small models still contain the token of a large model.
+    Tokens outside the vocabulary are ignored, because the model cannot predict them. Many configs
+    of small models contain such a token, copied from the config of a large model.
     """
     tokens = listed if isinstance(listed, list) else [listed]
     known = (token for token in tokens if type(token) is not int or 0 <= token < vocab_size)

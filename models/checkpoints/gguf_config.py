@@ -3,7 +3,7 @@
 The tables are:
 
 - `keys`: the keys of fields that only some architectures have;
-- `top` and `block`: the names that GGUF gives to our modules;
+- `top` and `block`: the name of each of our modules in GGUF files;
 - `only`: keys that our config cannot express, each with the one value that has no effect;
 - `without_effect`: keys that do not change the logits;
 - `beyond`: parts of other architectures that our config cannot express;
@@ -261,8 +261,8 @@ def _from_tensors(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, bool]:
     """Return the fields that only the tensors show: biases, and whether the embeddings are tied.
 
     Raises:
-        ValueError: if the file has norms of queries, and `fields` does not say how this
-            architecture computes them.
+        ValueError: if the file contains norms of queries, and the table of this architecture does
+            not say how the model computes them.
     """
     ends = {name.split(".", 2)[-1] for name in file.shapes}
     if "attn_q_norm.weight" in ends and "qk_norm" not in fields:

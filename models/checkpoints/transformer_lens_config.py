@@ -250,8 +250,9 @@ def _positions(attributes: Attributes) -> dict[str, Any]:
     scaling = None
     d_rotary = attributes.take("rotary_dim", None) or d_head
     fraction = d_rotary / d_head
-    # Our config computes the number of rotated dimensions as int(d_head * fraction). Rounding may
-    # make it too small: int(44 * (30 / 44)) is 29. Then use the next larger fraction.
+    # Our config computes the number of rotated dimensions as int(d_head * fraction). Because of
+    # rounding, the number may be too small: int(44 * (30 / 44)) is 29 and not 30. Then use the next
+    # larger fraction.
     if int(d_head * fraction) < d_rotary:
         fraction = math.nextafter(fraction, 1)
     if attributes.take("use_NTK_by_parts_rope", False):

@@ -18,8 +18,8 @@ from torch import Tensor
 from hooks.base import is_unwatched, padding_messages, require_kind
 from models.running.kvcache import oldest_reached
 
-# With at most this number of queries, one mask is made for all layers. With more queries, each
-# layer makes its mask in blocks of this number of queries.
+# If a run has at most this number of queries, all layers share one mask. If it has more queries,
+# the mask would be large. Then each layer makes its own mask, for this number of queries at a time.
 BLOCK = 512
 
 

@@ -96,8 +96,8 @@ def known_fields(config: Mapping[str, Any], what: str) -> dict[str, Any]:
             libraries' own classes over all versions.
 
     Raises:
-        ValueError: if a field is neither used by a reader nor known to change nothing, or has the
-            wrong type.
+        ValueError: if a field is unknown: no reader uses it, and the table does not list it as a
+            field without effect. Or if a field has the wrong type.
     """
     fields = json_of(Path(__file__).with_name("fields.json"))[what]
     known = {*fields["honoured"], *fields["ignored"]}
@@ -119,7 +119,7 @@ def require_types(config: Mapping[str, Any], what: str) -> None:
         what: the kind of config, a key of `fields.json`, such as `cfg.json of SAELens`.
 
     Raises:
-        ValueError: if a field has another type.
+        ValueError: if a field does not have the type of the table.
     """
     kinds = json_of(Path(__file__).with_name("fields.json"))[what]["honoured"]
     for name, value in config.items():
