@@ -33,9 +33,14 @@ class Part(nn.Module):
 
     Attributes:
         reads: the name of the other point that the part also reads; None for its own point.
+        settings: the settings that change its output besides its weights, as text, so that stores
+            of two settings differ.
+        needs_columns: whether the part must know the columns and the padding of each run.
     """
 
     reads: str | None = None
+    settings: str = ""
+    needs_columns: bool = False
 
 
 class PartPoint(HookPoint):

@@ -249,8 +249,33 @@ LONG = """
 """
 
 
+SPLICED = """
+    from interp import edits
+    from interp.features import Dictionary, TopK, splice
+    place = "blocks.0.resid_post"
+    weights = [torch.randn(*size) for size in ((10, 19), (19, 10), (19,), (10,))]
+    dictionary = Dictionary(*weights, TopK(4))
+    one = slice(1, None), [1, 2, 3, 4, 5, 6]
+    for pos, places in (one, (-1, [6]), ([0, 3], [0, 3]), (edits.all_but(0, -2), [1, 2, 3, 4, 6])):
+        def change(module, args, value):
+            new = value.clone()
+            new[:, places] = dictionary(value)[:, places]
+            return new
+
+        with torch.no_grad():
+            handle = model.get_submodule(place).register_forward_hook(change)
+            expected = model(tokens)
+            handle.remove()
+            torch._dynamo.reset()
+            with splice(model, {place: dictionary}, error=None, pos=pos):
+                compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
+                torch.testing.assert_close(compiled(tokens), expected, atol=1e-5, rtol=0)
+"""
+
+
 SCRIPTS = {
     "long": LONG,
+    "spliced": SPLICED,
     "generated": GENERATED,
     "baked in steps": BAKED_IN_STEPS,
     "stepped": STEPPED,
@@ -265,7 +290,7 @@ SCRIPTS = {
 }
 # These scripts run in every test run, with the backend "eager", which runs the traced graph without
 # changing it. With --full, all scripts run.
-QUICK = ("plain", "baked", "added", "steps", "generated")
+QUICK = ("plain", "baked", "added", "steps", "generated", "spliced")
 RUNS = [
     (QUICK, "eager"),
     *(

@@ -328,13 +328,13 @@ def is_batch(inputs: Any) -> TypeGuard[Tensor]:
     return inputs.ndim == 2 or (inputs.ndim > 2 and inputs.is_floating_point())
 
 
-def places_inside(pos: Index, n: int) -> list[int]:
+def places_inside(pos: Index | Selection, n: int) -> list[int]:
     """Return the selected places in a text of `n` tokens. Places after its end are left out.
 
     Raises:
         ValueError: if `pos` is not the same for all texts.
     """
-    chosen = Selection(pos)
+    chosen = pos if isinstance(pos, Selection) else Selection(pos)
     if chosen.is_by_example:
         raise ValueError(f"pos must be the same in each text; got {chosen}")
     (places,) = chosen.rows(n, "pos", whole=False)

@@ -7,6 +7,8 @@
 3. Without a hook at the features, nothing is computed. Two settings of `error` compute the features
    in every run. With `frozen`, gradients flow through the features and not through the error. With
    None, the value becomes the reconstruction.
+4. With `pos`, the value changes only at these positions of each text. The hook knows the columns
+   and the padding of a run from the context of `hooks` that tells edits.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,14 +20,25 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookedRunner, HookError, Point, UnknownNameError
-from hooks.base import explains_calls, require_choice, require_kind, to_device, unknown_point
+from hooks.base import (
+    Index,
+    Selection,
+    explains_calls,
+    padding_messages,
+    piece_read,
+    places_inside,
+    require_choice,
+    require_kind,
+    to_device,
+    unknown_point,
+)
 from hooks.shared import Part, PartPoint, blocks_of, names_by_layer, with_parts
 from interp.features.cross_layer import CrossLayerTranscoder
 from interp.features.crosscoder import Crosscoder
 from interp.features.dictionary import Dictionary
 from interp.features.places import point_at, warn_of_place
 from interp.kinds import require_made
-from interp.protocol import of, runner_of
+from interp.protocol import is_of_text, of, runner_of
 
 Error = Literal["live", "frozen"] | None
 """The treatment of the error, the part of a value that the dictionary does not reconstruct; see
@@ -48,21 +61,35 @@ class SplicedDictionary(Part):
         point: the point whose value the dictionary changes.
         reads: the name of the point that the dictionary reads, or None for the same point.
         error: whether the error of the dictionary is added: `live`, `frozen` or None; see `splice`.
+        pos: the positions of each text where the dictionary changes the value; None for all.
 
     Attributes:
-        kept: the positions where the reconstruction replaces the value if the error is left out.
-            Default: all positions.
+        kept: a mask of the positions where the dictionary changes the value, for runs of one batch.
+            Default: None, for the positions in `pos`.
     """
 
     kept: Bool[Tensor, "batch pos"] | None = None
 
     def __init__(
-        self, dictionary: Dictionary, point: Point, reads: str | None, error: Error
+        self,
+        dictionary: Dictionary,
+        point: Point,
+        reads: str | None,
+        error: Error,
+        pos: Index | None = None,
     ) -> None:
         super().__init__()
         self.dictionary = dictionary
         self.reads = reads
         self.error = error
+        self.pos = None if pos is None else Selection(pos)
+        self.needs_columns = pos is not None
+        changed = {"error": error, "pos": self.pos}
+        usual = {"error": "live", "pos": None}
+        self.settings = "".join(
+            f" {name}={value!r}" for name, value in changed.items() if value != usual[name]
+        )
+        self.name = point.name
         self.has_heads = "d_head" in point.axes
         n = dictionary.n_features
         self.features = PartPoint("batch pos feature", f"{n} features of a dictionary")
@@ -103,7 +130,7 @@ class SplicedDictionary(Part):
             bypass = dictionary.bypass(x)
             if bypass is not None:
                 before = before + (bypass - bypass.detach())
-        return self.put(value, before + dictionary.write(edited - features, x))
+        return self.replaced(value, before + dictionary.write(edited - features, x))
 
     forward = FusedUnlessHooked("features", fused=_fused)(_explicit)
 
@@ -117,16 +144,54 @@ class SplicedDictionary(Part):
         return value
 
     def replaced(self, value: Value, vector: Float[Tensor, "#batch #pos d"]) -> Value:
-        """Return the value with another vector at the positions in `kept`.
+        """Return the value with another vector at the positions where the dictionary changes it.
 
         Args:
             value: the value of the point.
             vector: the vector; its first two sizes may be 1.
         """
         before = self.vector(value)
-        if self.kept is not None:
-            vector = vector.where(to_device(self.kept, value.device)[..., None], before)
+        kept = self.kept
+        if kept is None and self.pos is not None:
+            kept = self._at(self.pos, value)
+        if kept is not None:
+            vector = vector.where(to_device(kept, value.device)[..., None], before)
         return self.put(value, vector.expand_as(before))
+
+    def _at(self, pos: Selection, value: Value) -> Bool[Tensor, "#batch pos"]:
+        """Return a mask that is True at some positions of each text, in the columns of a value.
+
+        Args:
+            pos: the positions.
+            value: the value of the point in the columns that this run reads.
+
+        Raises:
+            HookError: if the mask of the texts does not fit the value.
+        """
+        piece = piece_read()
+        start = piece.start or 0
+        end = start + value.shape[1]
+        columns = piece.columns
+        if columns is None:
+            columns = [[*range(end)]]
+        elif piece.real is None or piece.real.shape[1] != end or len(value) % len(columns):
+            raise HookError(
+                padding_messages.mask_shape(
+                    f"the mask of the texts, which pos= reads at {self.name},",
+                    needed=[len(value), end],
+                    given=[] if piece.real is None else [*piece.real.shape],
+                )
+            )
+        # Without a cache, each step of a generation reads the text again. Then a position that
+        # counts from the end also selects what it selected in earlier steps.
+        first = end if piece.began is None else piece.began
+        kept = torch.zeros(len(columns), end, dtype=torch.bool)
+        for row, columns_of_text in zip(kept, columns, strict=True):
+            for size in range(first, end + 1):
+                so_far = [column for column in columns_of_text if column < size]
+                row[[so_far[place] for place in places_inside(pos, len(so_far))]] = True
+        # Edited runs are further rows of the same texts.
+        return kept[:, start:].repeat(len(value) // len(columns), 1)
 
     def put(self, value: Value, vector: Float[Tensor, "batch pos d"]) -> Value:
         """Return the value with another vector in place of the part that the dictionary reads.
@@ -180,6 +245,7 @@ def splice(
     error: Error = "live",
     reads: str | Mapping[str, str] | None = None,
     point: str | None = None,
+    pos: Index | None = None,
 ) -> AbstractContextManager[HookedRunner]:
     """Make dictionaries part of a model inside a `with` statement, and yield a runner of the model.
 
@@ -207,6 +273,12 @@ def splice(
         point: the point of a single dictionary. If the config names a module of `transformers`, the
             model runs on a few tokens to find the point with the same value. Default: the point in
             the config.
+        pos: the positions of each text where the dictionaries act, as in `evaluate_sae`. Position 0
+            is the first token that is not padding, and negative positions count from the last. All
+            other positions keep the values of the model, and edits of features do nothing there.
+            In most models, the stream of the first token is many times longer than other streams,
+            and many dictionaries do not reconstruct it. `pos=slice(1, None)` leaves it unchanged.
+            Default: all positions.
 
     Returns:
         A context manager, which yields a runner of the model. The activations of features are the
@@ -217,9 +289,10 @@ def splice(
         TypeError: if an object is no dictionary, or writes to several layers. This error is raised
             by the call, and the next errors by the `with` statement.
         UnknownNameError: if a point is not in the model.
-        ValueError: if a size is wrong, or the point that a dictionary reads or writes is unknown.
-        HookError: if a transcoder reads and writes in different blocks, or the point already has a
-            dictionary.
+        ValueError: if a size is wrong, the point that a dictionary reads or writes is unknown, or
+            `pos` differs between texts.
+        HookError: if a transcoder reads and writes in different blocks, the point already has a
+            dictionary, or `pos` is given for a point after the blocks or outside the text.
         ModeError: if the model is in training mode.
 
     Warns:
@@ -240,8 +313,10 @@ def splice(
       blocks.1.resid_post.features  float32 [1, 9, 128]  batch pos feature
     """
     require_choice("error", error, ("live", "frozen", None))
+    if pos is not None and Selection(pos).is_by_example:
+        raise ValueError(f"pos must be the same in each text; got {Selection(pos)}")
     by_point = _by_point(dictionaries, point)
-    return _Splicing(_spliced(model, by_point, error=error, reads=reads))
+    return _Splicing(_spliced(model, by_point, error=error, reads=reads, pos=pos))
 
 
 @contextmanager
@@ -250,10 +325,11 @@ def _spliced(
     dictionaries: Mapping[str, Dictionary],
     error: Error,
     reads: str | Mapping[str, str] | None,
+    pos: Index | None,
 ) -> Iterator[HookedRunner]:
     """Splice dictionaries into a model until the end of the `with` statement; see `splice`."""
     runner = runner_of(model)
-    parts = placed(runner, dictionaries, error=error, reads=reads)
+    parts = placed(runner, dictionaries, error=error, reads=reads, pos=pos)
     with with_parts(model, runner.points, parts):
         yield HookedRunner(model)
 
@@ -263,12 +339,13 @@ def placed(
     dictionaries: Dictionaries,
     error: Error = "live",
     reads: str | Mapping[str, str] | None = None,
+    pos: Index | None = None,
 ) -> dict[str, SplicedDictionary]:
     """Return dictionaries as parts for the points of a model.
 
     Args:
         runner: the runner of the model.
-        dictionaries, error, reads: see `splice`, which also lists the errors and warnings.
+        dictionaries, error, reads, pos: see `splice`, which also lists the errors and warnings.
     """
     require_kind("reads", reads, (str, Mapping, type(None)), "a name, or a mapping of names")
     parts: dict[str, SplicedDictionary] = {}
@@ -277,11 +354,33 @@ def placed(
         source = _reading(runner, dictionary, point=target, reads=reads)
         _check_sizes(runner.model, dictionary, point=target, source=source)
         warn_of_place(runner, (dictionary.writes, target.name), (dictionary.reads, source.name))
-        source_name = None if source is target else source.name
+        if pos is not None:
+            _require_tokens(runner, target)
         parts[target.name] = SplicedDictionary(
-            dictionary=dictionary, point=target, reads=source_name, error=error
+            dictionary=dictionary,
+            point=target,
+            reads=None if source is target else source.name,
+            error=error,
+            pos=pos,
         )
     return parts
+
+
+def _require_tokens(runner: HookedRunner, point: Point) -> None:
+    """Check that the positions of a point are the tokens of the text, in all runs.
+
+    Raises:
+        HookError: if the point is after the blocks, where some runs compute only the positions that
+            a metric reads, or if its positions are not tokens.
+    """
+    has_layers = any(other.layer is not None for other in runner.points.values())
+    is_input = point.name.rpartition(".")[2] in ("embed", "pos_embed")
+    is_after = has_layers and point.layer is None and not is_input
+    if is_after or not is_of_text(point.name):
+        where = "after the blocks" if is_after else "outside the text"
+        raise HookError(
+            f"pos= needs a point of the tokens, before or in the blocks; got {point.name}, {where}"
+        )
 
 
 def _by_point(dictionaries: Dictionaries, point: str | None = None) -> Mapping[str, Dictionary]:

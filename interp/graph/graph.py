@@ -31,7 +31,7 @@ from hooks.base import (
     require_kind,
     sides_of_padding,
 )
-from hooks.shared import is_listened_to
+from hooks.shared import is_listened_to, parts_of
 from interp.graph.nodes import (
     Added,
     At,
@@ -240,8 +240,8 @@ class Graph(HintsAtNames):
         """Return a runner of the model whose parts the graph uses.
 
         Raises:
-            HookError: if hooks are active on the given model, because the graph runs parts of the
-                model separately.
+            HookError: if hooks are active on the given model, or a dictionary acts only at some
+                positions, because the graph runs parts of the model separately.
             ModeError: if the given model is in training mode.
         """
         runner_of(self._whole)
@@ -249,6 +249,12 @@ class Graph(HintsAtNames):
             raise HookError(
                 "a graph runs parts of the model separately, so no hook may be active on the model"
             )
+        for name, part in parts_of(self._whole).items():
+            if part.needs_columns:
+                raise HookError(
+                    "a graph runs parts of the model separately, so a dictionary must act at all "
+                    f"positions; got splice(pos=...) at {name}"
+                )
         return HookedRunner(self.model)
 
     @cached_property

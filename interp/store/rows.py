@@ -165,9 +165,11 @@ def identity(model: nn.Module) -> dict[str, Any]:
     """Return facts that identify a model: the name of its class, and hashes.
 
     The hashes are of its config, of its weights, and of each part that is spliced in now, such as a
-    dictionary.
+    dictionary. The settings of a part follow its hash.
     """
-    parts = {name: weights_hash(part, whole=True) for name, part in parts_of(model).items()}
+    parts = {}
+    for name, part in parts_of(model).items():
+        parts[name] = weights_hash(part, whole=True) + part.settings
     return {
         "model": type(model).__name__,
         "config": config_hash(model),
