@@ -12,9 +12,12 @@
 
 The control says nothing about words that tell the two kinds of texts apart. For the word at the
 position that is read, the baseline is a probe of the token embeddings (`site="embed"`): if it
-scores as well as a later point, the probe at this point may only read the word. At the last
-position, this baseline does not see words elsewhere in the text. For these, write texts with the
-same words in both kinds, or compare with a classifier of the words of each text.
+scores as well as a later point, the probe at this point may only read the word. By default, this
+baseline sees only the last token of each text, and no other word.
+
+For all words of a text, the control is a bag of words: `harvest` the embeddings of each kind with
+`HarvestConfig(pool="mean")`, and probe the two stores at `embed`. If it scores as well as a later
+point, write texts with the same words in both kinds.
 
 Groups of nearly equal texts need `groups` of `Contrast`. The control tasks of Hewitt & Liang 2019,
 "Designing and Interpreting Probes with Control Tasks", are different: their random labels belong to
@@ -224,11 +227,16 @@ def probe(
     A probe is a linear classifier of values. Its score is the AUROC on texts that it was not fitted
     on: 0.5 by chance, 1 if every value of one kind is above every value of the other kind. As a
     control, the same probe is fitted to random labels for each text. This control is near 0.5 for
-    every probe whose folds share no text. It does not find words that tell the two kinds apart. For
-    the word at the position that is read, compare with the score at `embed`, by
-    `site=["embed", "resid_post"]`. The module's docstring explains the steps, and what this
-    baseline does not see.
-    This needs the extra `probes` (scikit-learn).
+    every probe whose folds share no text. It does not find words that tell the two kinds apart.
+    There are two other controls for words:
+
+    - `site=["embed", "resid_post"]`: the score at `embed` is the score of the token at the position
+      that is read. By default this is the last token of each text, and no other word.
+    - A bag of words, which sees all words of a text: a probe of the mean embedding of each text.
+      `harvest(model, yes, ["embed"], folder, HarvestConfig(pool="mean"))` makes a store of these
+      means, and another call one of `no`; then `probe(model, (store, other), "embed")`.
+
+    The module's docstring explains the steps. This needs the extra `probes` (scikit-learn).
 
     Values are standardised before the fit, but the direction applies to the original values.
     Columns that are constant up to rounding have the coefficient 0.

@@ -146,7 +146,7 @@ class SteeringCurve(plots.Shown):
         means = {name: result.mean() for name, result in columns.items()}
         intervals = {name: result.interval() for name, result in columns.items()}
         lines = [
-            f"SteeringCurve of {number_of(len(self.strengths), 'strength')}; "
+            f"SteeringCurve of {number_of(len(self.strengths), 'strength')}, means over texts; "
             f"score in {self.score.unit}, KL in nats"
         ]
         for number, strength in enumerate(self.strengths[:38]):
@@ -194,7 +194,9 @@ def steering_curve(
 
     Returns:
         The gain of the score over the unsteered model, [strength, example], in the unit of the
-        score, and the KL of the other texts, [strength, example], in nats.
+        score, and the KL of the other texts, [strength, example], in nats. `score.base` is the
+        score of each text without steering. The printed numbers are means over texts: a short text
+        counts as much as a long one, also if the score is a loss per token.
 
     Raises:
         ValueError: as in `sweep`, or if a chat does not contain the span.
@@ -208,7 +210,7 @@ def steering_curve(
     >>> model, point = load("pydoc-4l"), "blocks.2.resid_post"
     >>> v = difference_of_means(model, (["part KV8", "part QX3"], ["def f(", "return x"]), point)
     >>> steering_curve(model, v, ["impor", "def __ini"], [0.5, 1.0], log_prob("8"))
-    SteeringCurve of 2 strengths; score in nats, KL in nats
+    SteeringCurve of 2 strengths, means over texts; score in nats, KL in nats
       0.5      score +9.101
       1        score +9.874
     """
