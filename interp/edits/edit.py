@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hooks import ActivationCache, EditError, Point
 from hooks.base import (
-    TEXT_AXES,
     Index,
     Selection,
     argument_hint,
@@ -122,11 +121,6 @@ class Edit:
                 raise ValueError(f"{self!r} already selects along {axis}; got {where[axis]!r}")
         selections = {axis: Selection(index) for axis, index in where.items()}
         return replace(self, where={**self.where, **selections})
-
-    @property
-    def depends_on_rows(self) -> bool:
-        """True if the change depends on the row or the position, apart from the values there."""
-        return bool({*TEXT_AXES, "batch"} & self.where.keys()) or "seed" in self.arguments
 
     def first(self, point: Point, n_pos: int) -> int:
         """Return the first column of a text that this edit may change at a point; 0 if unknown.

@@ -55,12 +55,17 @@ def require_edits_of_rows(model: nn.Module) -> None:
     """
     for edited in edited_points_in_force(model):
         for hook in edited.hooks:
-            if isinstance(hook, Edit) and hook.depends_on_rows:
+            if isinstance(hook, Edit) and _depends_on_rows(hook):
                 raise HookError(
                     "with answers of several tokens, an active edit must be the same for all "
                     f"positions and texts; got {hook!r} at {edited.point}, which would also count "
                     "tokens of answers: pass the edit to sweep, or use answers of one token"
                 )
+
+
+def _depends_on_rows(edit: Edit) -> bool:
+    """Return whether the change depends on the row or the position, apart from the values there."""
+    return bool({*TEXT_AXES, "batch"} & edit.where.keys()) or "seed" in edit.arguments
 
 
 def _columns_of_prompts(selection: Selection, axis: str, prompts: list[list[int]]) -> Selection:

@@ -246,7 +246,45 @@ def norm_of(call: Call) -> TracedNorm | None:
         # The mean of every input is 0, so the output does not show whether the norm subtracts it.
         centered = _subtracts_mean(call, x, output)
         fits = [(error, norm) for error, norm in fits if norm.centered == centered]
-    return min(fits, key=lambda fit: fit[0])[1] if fits else None
+    if len({candidate.eps for _, candidate in fits}) > 1:
+        return _by_small_input(call.module, x, [norm for _, norm in fits], gains, shift)
+    return fits[0][1] if fits else None
+
+
+def _by_small_input(
+    module: nn.Module,
+    x: Tensor,
+    norms: Sequence[TracedNorm],
+    gains: Sequence[Tensor | float],
+    shift: Tensor | float,
+) -> TracedNorm:
+    """Return the norm with the right `eps`, from the outputs of the module for small inputs.
+
+    For usual inputs, rounding hides a small number that is added to the mean square. So the inputs
+    have the possible numbers as their mean squares. If no copy of the module runs, the result is
+    the first norm, whose `eps` is the likeliest.
+
+    Args:
+        module: the module.
+        x: its input.
+        norms: the norms that fit, the likely ones first.
+        gains: the possible gains.
+        shift: the bias.
+    """
+    square = norms[0].scale(x).square().mean()
+    sizes = [(eps / square) ** 0.5 for eps in {norm.eps for norm in norms} - {0.0}]
+    small = torch.cat([x * size for size in sizes])
+    output = _made_by_copy(module, small)
+    if output is None:
+        return norms[0]
+
+    def error(norm: TracedNorm) -> float:
+        """Return the largest error of a norm with the best gain."""
+        shape = norm._centered(small) / norm.scale(small)
+        gaps = [(shape * gain + shift - output.to(x.device)).abs().max() for gain in gains]
+        return torch.stack(gaps).detach().nan_to_num(nan=torch.inf).min().item()
+
+    return min(norms, key=error)
 
 
 def _subtracts_mean(call: Call, x: Tensor, output: Tensor) -> bool:

@@ -147,7 +147,7 @@ def test_an_edge_matches_raw_hooks(kind):
     close(found.values[1], to_value - base)
 
 
-@pytest.mark.parametrize("kind", ["olmoe", "gpt2"])
+@pytest.mark.parametrize("kind", ["olmoe", "gpt2", "glm4"])
 def test_padding_changes_nothing(kind, monkeypatch):
     monkeypatch.setattr("models.attached.attached.FAMILIES", {})
     model = made(kind)

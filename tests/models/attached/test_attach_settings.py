@@ -388,6 +388,29 @@ def test_a_norm_of_inputs_with_mean_zero_is_told_from_the_other_kind(kind, dtype
         assert norm_of(call).centered == (kind is nn.LayerNorm)
 
 
+class NormWithConstant(nn.Module):
+    """A norm whose code contains epsilon as a number, like the norms of some families."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(24))
+
+    def forward(self, x):
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * self.weight
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm, NormWithConstant])
+def test_the_epsilon_of_a_norm_is_found_although_the_inputs_are_large(kind, dtype):
+    x = 30 * torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(7)).to(dtype)
+    for eps in [1e-6] if kind is NormWithConstant else [1e-12, 1e-8, 1.5625e-07, 1e-5, 3e-3]:
+        norm = kind() if kind is NormWithConstant else kind(24, eps=eps)
+        norm = tiny.redraw(norm, 0.1).to(dtype)
+        call = Call("some", norm, [x], 0, output=norm(x), ended=1)
+        assert norm_of(call).eps == eps
+
+
 @pytest.mark.parametrize("least", [float("-inf"), torch.finfo(torch.float32).min])
 def test_a_mask_with_a_bias_shows_which_keys_are_seen(least):
     past = torch.full((5, 5), least).triu(1)
