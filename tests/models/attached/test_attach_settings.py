@@ -829,7 +829,7 @@ def test_pairs_carry_other_arguments_of_the_run():
     reference.
     """
     model, right = made("gpt2"), torch.tensor([4, 8, 15])
-    corrupted, positions = TOKENS.flip(0), torch.tensor([[4, 3, 2, 1, 0]]).expand(3, -1).clone()
+    corrupted, positions = TOKENS.roll(1, 0), torch.tensor([[4, 3, 2, 1, 0]]).expand(3, -1).clone()
     positions[1] += 6
     pairs = Pairs({"input_ids": TOKENS, "position_ids": positions}, corrupted, right)
 
