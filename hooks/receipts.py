@@ -1,11 +1,20 @@
 """Receipts: records of the changes of each hook of a context."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hooks.base import FakeTensor, number_of, without_gradients
+from hooks.base import (
+    TEXT_AXES,
+    FakeTensor,
+    broadcast,
+    number_of,
+    piece_read,
+    to_device,
+    without_gradients,
+)
 from hooks.point import Hook, Point
 
 
@@ -14,7 +23,7 @@ class Receipt:
     """A record of the changes that one hook has made at one point.
 
     It shows whether an edit took place: a hook that never ran has 0 calls, and an edit that changed
-    nothing has 0 rows. The numbers grow with each run. A lazy cache may run blocks again to compute
+    nothing has 0 rows. Changes at padding do not count. The numbers grow with each run. A lazy cache may run blocks again to compute
     a value; these runs do not count.
 
     Attributes:
@@ -67,14 +76,22 @@ class Receipt:
         # a tensor of this shape raises an error later, in `EditedPoint.apply`.
         plain = isinstance(after, Tensor) and after.shape == before.shape
         if plain and not (before.is_meta or isinstance(before, FakeTensor)):
-            self._add(before, after)
+            self._add(before, after, _real_places(point, before.shape))
         return new
 
     @without_gradients
-    def _add(self, before: Tensor, after: Tensor) -> None:
-        """Count a call, its changed rows and its largest change."""
+    def _add(self, before: Tensor, after: Tensor, real: Tensor | None) -> None:
+        """Count a call, its changed rows and its largest change.
+
+        Args:
+            before: the value before the call.
+            after: the value after the call.
+            real: a mask of the places that count; None for all places.
+        """
         self.calls += 1
         changed = (after != before) & ~(after.isnan() & before.isnan())
+        if real is not None:
+            changed &= to_device(real, changed.device)
         dtype = torch.promote_types(before.dtype, torch.float64)
         sizes = torch.where(changed, (after.to(dtype) - before.to(dtype)).abs(), 0.0)
         if changed.numel():
@@ -82,6 +99,28 @@ class Receipt:
             self._rows = rows.sum() + self._rows
             # `clamp` does not replace NaN, so a change to NaN is reported as NaN.
             self._largest = sizes.amax().clamp(min=self._largest)
+
+
+def _real_places(point: Point, shape: Sequence[int]) -> Tensor | None:
+    """Return a mask of the places of a value that belong to real tokens.
+
+    It broadcasts to the value. The result is None if the padding is unknown.
+
+    Args:
+        point: the point of the value.
+        shape: the shape of the value.
+    """
+    axes = point.axes
+    if "batch" not in axes or len(axes) != len(shape):
+        return None
+    batch = axes.index("batch")
+    places = None
+    for dim, axis in enumerate(axes):
+        mask = piece_read().mask_of(shape[batch], shape[dim]) if axis in TEXT_AXES else None
+        if mask is not None:
+            along = broadcast(mask.bool(), dim, batch, len(shape))
+            places = along if places is None else places & along
+    return places
 
 
 class Receipts(list[Receipt]):

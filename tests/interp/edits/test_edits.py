@@ -843,6 +843,39 @@ def test_padding_of_a_source_is_copied_only_to_padding(wide, texts, mask_of_run)
         wide.run_with_hooks(texts[0], hooks=hooks)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_receipts_do_not_count_padding(wide, texts, side):
+    mask = torch.ones(BATCH, POS).bool()
+    mask[[1, 3], : 3 if side == "left" else None] = side == "right"
+    if side == "right":
+        mask[[1, 3], 4:] = False
+    _, cache = wide.run_with_cache(texts[0], attention_mask=mask)
+
+    def at_padding(value, point):
+        value[~mask] += 1
+
+    def halved(value, point):
+        return value / 2
+
+    def of_scores(value, point):
+        value[:, 0] -= 100
+
+    hooks = [
+        ("blocks.1.mlp_out", at_padding),
+        ("blocks.0.mlp_out", halved),
+        ("blocks.0.attn.scores", of_scores),
+    ]
+    with wide.hooks(hooks, receipts=True) as context:
+        wide.model(texts[0], attention_mask=mask)
+    padding, half, scores = sorted(
+        context.receipts, key=lambda r: hooks.index((r.point.name, r.hook))
+    )
+    assert (padding.rows, padding.largest) == (0, 0)
+    assert half.rows == BATCH
+    assert half.largest == pytest.approx(float(cache["mlp_out", 0][mask].abs().max()) / 2)
+    assert (scores.rows, scores.largest) == (BATCH, pytest.approx(100))
+
+
 def test_as_many_texts_as_columns(wide, texts):
     """The mask of 5 texts with 5 columns has the shape of a mask along the axis `batch`."""
     mask = torch.ones(BATCH, BATCH).bool()
