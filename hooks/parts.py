@@ -36,11 +36,13 @@ class Part(nn.Module):
         settings: the settings that change its output besides its weights, as text, so that stores
             of two settings differ.
         needs_columns: whether the part must know the columns and the padding of each run.
+        counts_back: whether the part counts positions from the end of each text.
     """
 
     reads: str | None = None
     settings: str = ""
     needs_columns: bool = False
+    counts_back: bool = False
 
 
 class PartPoint(HookPoint):

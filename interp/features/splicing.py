@@ -83,7 +83,8 @@ class SplicedDictionary(Part):
         self.reads = reads
         self.error = error
         self.pos = None if pos is None else Selection(pos)
-        self.needs_columns = pos is not None
+        self.needs_columns = self.pos is not None
+        self.counts_back = self.pos is not None and self.pos.counts_back
         changed = {"error": error, "pos": self.pos}
         usual = {"error": "live", "pos": None}
         self.settings = "".join(
@@ -171,27 +172,30 @@ class SplicedDictionary(Part):
         piece = piece_read()
         start = piece.start or 0
         end = start + value.shape[1]
+        # If a block computes its positions in pieces, the text has more columns than this piece.
+        n_columns = end + piece.n_later
+        mask = piece.of_run.real
         columns = piece.columns
         if columns is None:
-            columns = [[*range(end)]]
-        elif piece.real is None or piece.real.shape[1] != end or len(value) % len(columns):
+            columns = [[*range(n_columns)]]
+        elif mask is None or mask.shape[1] != n_columns or len(value) % len(columns):
             raise HookError(
                 padding_messages.mask_shape(
                     f"the mask of the texts, which pos= reads at {self.name},",
-                    needed=[len(value), end],
-                    given=[] if piece.real is None else [*piece.real.shape],
+                    needed=[len(value), n_columns],
+                    given=[] if mask is None else [*mask.shape],
                 )
             )
         # Without a cache, each step of a generation reads the text again. Then a position that
         # counts from the end also selects what it selected in earlier steps.
-        first = end if piece.began is None else piece.began
-        kept = torch.zeros(len(columns), end, dtype=torch.bool)
+        first = n_columns if piece.began is None else piece.began
+        kept = torch.zeros(len(columns), n_columns, dtype=torch.bool)
         for row, columns_of_text in zip(kept, columns, strict=True):
-            for size in range(first, end + 1):
+            for size in range(first, n_columns + 1):
                 so_far = [column for column in columns_of_text if column < size]
                 row[[so_far[place] for place in places_inside(pos, len(so_far))]] = True
         # Edited runs are further rows of the same texts.
-        return kept[:, start:].repeat(len(value) // len(columns), 1)
+        return kept[:, start:end].repeat(len(value) // len(columns), 1)
 
     def put(self, value: Value, vector: Float[Tensor, "batch pos d"]) -> Value:
         """Return the value with another vector in place of the part that the dictionary reads.
@@ -292,7 +296,9 @@ def splice(
         ValueError: if a size is wrong, the point that a dictionary reads or writes is unknown, or
             `pos` differs between texts.
         HookError: if a transcoder reads and writes in different blocks, the point already has a
-            dictionary, or `pos` is given for a point after the blocks or outside the text.
+            dictionary, or `pos` is given for a point after the blocks or outside the text. With
+            `pos`, graphs and circuits raise it too, and so do analyses of answers of several tokens
+            if `pos` counts from the end.
         ModeError: if the model is in training mode.
 
     Warns:

@@ -12,7 +12,7 @@ from torch import nn
 
 from hooks import HookError, Point
 from hooks.base import POSITION_AXES, TEXT_AXES, Selection
-from hooks.shared import edited_points_in_force
+from hooks.shared import edited_points_in_force, parts_of
 from interp.edits import Edit
 from interp.protocol import has_text_of_logits
 
@@ -48,11 +48,19 @@ def require_edits_of_rows(model: nn.Module) -> None:
     """Check that edits that act on a model do not depend on rows and positions.
 
     The runs of an analysis have a row for each answer of several tokens. Edits of the analysis are
-    edits of texts (`edit_of_texts`), but an edit that is already active acts on these rows.
+    edits of texts (`edit_of_texts`), but an edit that is already active acts on these rows. A
+    dictionary that is spliced in acts on them too, and must not count from their end.
 
     Raises:
-        HookError: if an active edit depends on rows or positions.
+        HookError: if an active edit depends on rows or positions, or a dictionary counts positions
+            from the end.
     """
+    for name, part in parts_of(model).items():
+        if part.counts_back:
+            raise HookError(
+                "with answers of several tokens, splice(pos=...) must count from the start, "
+                f"because rows end with an answer; got {part.settings.strip()} at {name}"
+            )
     for edited in edited_points_in_force(model):
         for hook in edited.hooks:
             if isinstance(hook, Edit) and _depends_on_rows(hook):

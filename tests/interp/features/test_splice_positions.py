@@ -189,15 +189,20 @@ def test_generation_equals_each_prompt_alone(model):
             assert found == tokens
 
 
-def test_lazy_values_and_pieces_of_blocks(model):
-    tokens, mask = padded("left")
-    with splice(model, {PLACE: dictionary()}, error=None, pos=slice(1, None)) as runner:
-        logits, eager = runner.run_with_cache(tokens, attention_mask=mask, mode="full")
-        _, lazy = runner.run_with_cache(tokens, attention_mask=mask, lazy=True)
-        for name in ("blocks.0.resid_post", "blocks.1.attn.z"):
-            assert_close(lazy[name], eager[name])
-        with model.in_pieces(3):
-            assert_close(model(tokens, attention_mask=mask)[mask], logits[mask])
+@pytest.mark.parametrize("pos", [slice(1, None), -1, slice(-4, -1), [0, 2]])
+def test_lazy_values_and_pieces_of_blocks(model, pos):
+    for side in ("left", "right"):
+        tokens, mask = padded(side)
+        with splice(model, {PLACE: dictionary()}, error=None, pos=pos) as runner, torch.no_grad():
+            logits, eager = runner.run_with_cache(tokens, attention_mask=mask, mode="full")
+            _, lazy = runner.run_with_cache(tokens, attention_mask=mask, lazy=True)
+            for name in ("blocks.0.resid_post", "blocks.1.attn.z"):
+                assert_close(lazy[name], eager[name])
+            one = torch.tensor(TEXTS[:1])
+            expected = model(one)
+            with model.in_pieces(3):
+                assert_close(model(tokens, attention_mask=mask)[mask], logits[mask])
+                assert_close(model(one), expected)
 
 
 def test_the_loss_is_the_loss_of_the_evaluation(model):
@@ -294,6 +299,14 @@ def test_runs_that_do_not_know_the_positions_are_refused(model):
         ):
             with pytest.raises(HookError, match=r"all positions.*pos=\.\.\.\) at blocks.0"):
                 call()
+    long = Pairs(
+        tokens, answers=[(torch.tensor([3, 5]), torch.tensor([7]))] * 3, attention_mask=mask
+    )
+    with (
+        splice(model, {PLACE: dictionary()}, pos=slice(0, -1)),
+        pytest.raises(HookError, match=r"count from the start.*pos=slice\(0, -1\)"),
+    ):
+        activation_patching(model, long, "z", edit=edits.zero())
     with pytest.raises(HookError, match="after the blocks"):
         splice(model, {"ln_final.normalized": dictionary()}, pos=-1).__enter__()
     with pytest.raises(ValueError, match="same in each text"):
