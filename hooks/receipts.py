@@ -23,8 +23,8 @@ class Receipt:
     """A record of the changes that one hook has made at one point.
 
     It shows whether an edit took place: a hook that never ran has 0 calls, and an edit that changed
-    nothing has 0 rows. Changes at padding do not count. The numbers grow with each run. A lazy cache may run blocks again to compute
-    a value; these runs do not count.
+    nothing has 0 rows. Changes at padding do not count. The numbers grow with each run. A lazy
+    cache may run blocks again to compute a value; these runs do not count.
 
     Attributes:
         hook: the hook.

@@ -857,23 +857,22 @@ def test_receipts_do_not_count_padding(wide, texts, side):
     def halved(value, point):
         return value / 2
 
-    def of_scores(value, point):
-        value[:, 0] -= 100
+    def of_queries(value, point):
+        value += 1.0 * ~mask[:, None, :, None]
 
     hooks = [
         ("blocks.1.mlp_out", at_padding),
         ("blocks.0.mlp_out", halved),
-        ("blocks.0.attn.scores", of_scores),
+        ("blocks.0.attn.scores", of_queries),
     ]
     with wide.hooks(hooks, receipts=True) as context:
         wide.model(texts[0], attention_mask=mask)
-    padding, half, scores = sorted(
-        context.receipts, key=lambda r: hooks.index((r.point.name, r.hook))
-    )
-    assert (padding.rows, padding.largest) == (0, 0)
-    assert half.rows == BATCH
-    assert half.largest == pytest.approx(float(cache["mlp_out", 0][mask].abs().max()) / 2)
-    assert (scores.rows, scores.largest) == (BATCH, pytest.approx(100))
+    receipts = {receipt.hook: receipt for receipt in context.receipts}
+    for hook in (at_padding, of_queries):
+        assert (receipts[hook].rows, receipts[hook].largest) == (0, 0)
+    assert receipts[halved].rows == BATCH
+    largest = float(cache["mlp_out", 0][mask].abs().max())
+    assert receipts[halved].largest == pytest.approx(largest / 2)
 
 
 def test_as_many_texts_as_columns(wide, texts):
