@@ -49,6 +49,29 @@ def test_each_row_runs_and_gives_their_numbers(names, kept):
     assert len(compared) > 50
 
 
+def test_lines_of_several_texts_give_the_numbers_of_each_text_alone(names):
+    texts, model = names["texts"], names["model"]
+    lines = [ours for _, ours in rows.of_the_guide() if "texts" in ours]
+    values = {line: rows.result(line, names) for line in lines}
+    padded, mask, logits, last, loss, written = values.values()
+    alone = [model(text) for text in texts]
+    assert mask.sum(1).tolist() == [part.shape[1] for part in alone]
+    assert mask.shape == padded.tokens.shape == logits.shape[:2]
+    for row, part in enumerate(alone):
+        torch.testing.assert_close(logits[row, mask[row].bool()], part[0], rtol=1e-4, atol=1e-4)
+    for row, text in enumerate(texts):
+        stream = HookedRunner(model).run_with_cache(text)[1]["resid_post", 1][0, -1]
+        torch.testing.assert_close(last[row], stream, rtol=1e-4, atol=1e-4)
+    # The mean over all predicted tokens of both texts, in nats.
+    terms = []
+    for text, part in zip(texts, alone, strict=True):
+        tokens = model.to_tokens(text).tokens[0]
+        terms += [-part[0, at].log_softmax(-1)[token] for at, token in enumerate(tokens[1:])]
+    torch.testing.assert_close(loss, torch.stack(terms).mean(), rtol=1e-4, atol=1e-4)
+    for text, continued in zip(texts, written, strict=True):
+        assert models.generate_text(model, text, max_new_tokens=5, stop=()) == continued
+
+
 def test_lines_with_an_attached_model_give_the_numbers_of_a_plain_model(names):
     sizes = dict(vocab_size=103, num_hidden_layers=2, num_attention_heads=3, pad_token_id=0)
     sizes |= dict(max_position_embeddings=32, initializer_range=0.5)
