@@ -37,12 +37,15 @@ class Part(nn.Module):
             of two settings differ.
         needs_columns: whether the part must know the columns and the padding of each run.
         counts_back: whether the part counts positions from the end of each text.
+        keeps_gradients: whether values and gradients are the same as without the part, as long as
+            no hook changes its points.
     """
 
     reads: str | None = None
     settings: str = ""
     needs_columns: bool = False
     counts_back: bool = False
+    keeps_gradients: bool = True
 
 
 class PartPoint(HookPoint):

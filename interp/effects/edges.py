@@ -146,7 +146,8 @@ def edge_attribution(
             not fit, the metric has no gradient, gradients or scores are not finite, `max_bytes` is
             too small for one position of one example, or for the reasons of `Graph`.
         TypeError: if the model lacks a part that a `Graph` needs.
-        HookError: if hooks act on the model.
+        HookError: if hooks act on the model, or a dictionary is spliced in with another `error`
+            than "live".
         ModeError: if the model is in training mode.
 
     Warns:
@@ -167,7 +168,7 @@ def edge_attribution(
     require_kind("max_bytes", max_bytes, (int, float, type(None)), "a number of bytes")
     graph = Graph(model, split_embeddings)
     source_graph = source_graph_of(source, graph)
-    runs = Runs(graph.runner().model, pairs, direction=direction, source=source)
+    runs = Runs(graph.runner(for_gradients=True).model, pairs, direction=direction, source=source)
     source_values = runs.source(graph.needed)
     prompts = None if runs.rows is runs.pairs else runs.prompts
     where = changed_positions(over, runs.text, runs.other, prompts)

@@ -84,6 +84,7 @@ class SplicedDictionary(Part):
         self.error = error
         self.pos = None if pos is None else Selection(pos)
         self.needs_columns = self.pos is not None
+        self.keeps_gradients = error == "live"
         self.counts_back = self.pos is not None and self.pos.counts_back
         changed = {"error": error, "pos": self.pos}
         usual = {"error": "live", "pos": None}

@@ -236,12 +236,17 @@ class Graph(HintsAtNames):
         """An empty tensor with the dtype and the device of the first block's weights."""
         return self.layers[0].weight.new_empty(0)
 
-    def runner(self) -> HookedRunner:
+    def runner(self, for_gradients: bool = False) -> HookedRunner:
         """Return a runner of the model whose parts the graph uses.
+
+        Args:
+            for_gradients: whether gradients at readers are needed. They are read inside the
+                sublayers, so a dictionary must not take the place of a sublayer.
 
         Raises:
             HookError: if hooks are active on the given model, or a dictionary acts only at some
-                positions, because the graph runs parts of the model separately.
+                positions, because the graph runs parts of the model separately. Also if gradients
+                are needed, and a dictionary is spliced in with another `error` than "live".
             ModeError: if the given model is in training mode.
         """
         runner_of(self._whole)
@@ -254,6 +259,12 @@ class Graph(HintsAtNames):
                 raise HookError(
                     "a graph runs parts of the model separately, so a dictionary must act at all "
                     f"positions; got splice(pos=...) at {name}"
+                )
+            if for_gradients and not part.keeps_gradients:
+                raise HookError(
+                    "scores of edges are derivatives at the inputs of sublayers, so a dictionary "
+                    "must not change them: use splice(..., error='live'); got a dictionary at "
+                    f"{name} with{part.settings}"
                 )
         return HookedRunner(self.model)
 

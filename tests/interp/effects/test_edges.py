@@ -7,7 +7,8 @@ import torch
 
 from hooks import HookedRunner, HookError, ModeError
 from hooks.base import peak_bytes
-from interp import Pairs, edge_attribution, edge_patching
+from interp import Pairs, edge_attribution, edge_patching, splice
+from interp.features import Dictionary
 from interp.graph import Graph
 from tests.streams import FORMS, made, slow_run
 
@@ -347,3 +348,26 @@ def test_effects_that_no_reader_sees_give_a_warning():
     with pytest.warns(UserWarning, match="add up"):
         found = edge_attribution(model, PAIRS)
     assert found.about["node_gap"] > 0.01
+
+
+@pytest.mark.parametrize("reads", [None, "blocks.1.ln2.normalized"])
+def test_a_dictionary_must_keep_the_gradients_of_sublayers(reads):
+    model = made(**FORMS["rms"])
+    d_model, n_features = model.config.d_model, 17
+    dictionary = Dictionary(
+        torch.randn(d_model, n_features).double(),
+        torch.randn(n_features, d_model).double(),
+        torch.randn(n_features).double(),
+        torch.randn(d_model).double(),
+        torch.nn.ReLU(),
+    )
+    plain = edge_attribution(model, PAIRS).values
+    place = {"blocks.1.mlp_out": dictionary}
+    with splice(model, place, reads=reads):
+        close(edge_attribution(model, PAIRS).values, plain)
+    for error in (None, "frozen"):
+        with (
+            splice(model, place, error=error, reads=reads),
+            pytest.raises(HookError, match=f"error='live'.*blocks.1.mlp_out with error={error!r}"),
+        ):
+            edge_attribution(model, PAIRS)
