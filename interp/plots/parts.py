@@ -81,15 +81,21 @@ def thinned(every: int, shown: int, what: str) -> str:
 def facts_of(result: Any, but: Collection[str] = ()) -> str:
     """Return the facts about a result in one line of at most 200 characters, for a title.
 
+    A list of one or two names, such as the receivers of `path_patching`, is a fact too.
+
     Args:
         result: the result.
         but: names of facts to leave out.
     """
-    facts = [
-        f"{name}: {fact}"
-        for name, fact in result.about.items()
-        if isinstance(fact, str | int | float) and name not in ("gap", "error", "node_gap", *but)
-    ]
+    facts = []
+    for name, fact in result.about.items():
+        # The texts of a result are hashes.
+        if name in ("texts", "gap", "error", "node_gap", *but):
+            continue
+        if isinstance(fact, list | tuple) and len(fact) <= 2 and {*map(type, fact)} == {str}:
+            fact = " and ".join(fact)
+        if isinstance(fact, str | int | float):
+            facts.append(f"{name}: {fact}")
     return ", ".join(facts)[:200]
 
 

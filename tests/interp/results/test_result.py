@@ -769,8 +769,15 @@ def nodes(layers, n_heads, others=(), kind="head"):
 
 def test_all_heads_of_several_layers_are_drawn_as_a_map():
     pytest.importorskip("matplotlib", reason="needs the extra plots")
-    result = nodes([3, 5], 4)
-    panel, _ = result.plot().axes
+    about = {"receivers": ["a7.h1<q>"], "texts": ["cae69e703590e665"], "steps": [3]}
+    result = replace(nodes([3, 5], 4), about=about)
+    figure = result.plot()
+    assert figure.get_suptitle() == "effects (receivers: a7.h1<q>)"
+    two = replace(result, about={"receivers": ["a7.h1<q>", "m7"]})
+    assert two.plot().get_suptitle() == "effects (receivers: a7.h1<q> and m7)"
+    many = replace(result, about={"receivers": ["a7.h1<q>", "m7", "m8"]})
+    assert many.plot().get_suptitle() == "effects"
+    panel, _ = figure.axes
     (image,) = panel.images
     torch.testing.assert_close(torch.tensor(image.get_array()), result.values.view(2, 4))
     assert (panel.get_ylabel(), panel.get_xlabel()) == ("layer", "head")
