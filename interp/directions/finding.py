@@ -123,26 +123,29 @@ class Erasure:
         Args:
             where: the positions to edit, such as `pos=-1`. Default: all positions.
         """
+        return Edit("erase", self._erased, {"0": self}).at(**where)
 
-        def erased(region: Tensor, value: Tensor, place: Region) -> Tensor:
-            """Return the values that an edit changes, without the difference."""
-            eraser = self.erasers.get(place.point.name)
-            if eraser is None:
-                raise EditError(
-                    f"an erasure must be used at one of {', '.join(self.erasers)}; got "
-                    f"{place.point.name}"
-                )
-            # The eraser was fitted on values with the axes after `pos` flattened.
-            values = region.flatten(2)
-            size = len(eraser.mean)
-            if values.shape[-1] != size:
-                raise EditError(
-                    f"an eraser at {place.point} needs all {size} numbers of a position; got "
-                    f"{values.shape[-1]}"
-                )
-            return eraser(values).view_as(region)
+    def _erased(self, region: Tensor, value: Tensor, place: Region) -> Tensor:
+        """Return the values that an edit changes, without the difference.
 
-        return Edit("erase", erased, {"0": self}).at(**where)
+        Raises:
+            EditError: if the point has no eraser, or the values have another size.
+        """
+        eraser = self.erasers.get(place.point.name)
+        if eraser is None:
+            raise EditError(
+                f"an erasure must be used at one of {', '.join(self.erasers)}; got "
+                f"{place.point.name}"
+            )
+        # The eraser was fitted on values with the axes after `pos` flattened.
+        values = region.flatten(2)
+        size = len(eraser.mean)
+        if values.shape[-1] != size:
+            raise EditError(
+                f"an eraser at {place.point} needs all {size} numbers of a position; got "
+                f"{values.shape[-1]}"
+            )
+        return eraser(values).view_as(region)
 
 
 @shows_progress

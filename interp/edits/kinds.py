@@ -1,5 +1,6 @@
 """The kinds of edits: functions that make an `Edit`, with their changes of values."""
 
+from functools import partial
 from numbers import Number
 from typing import Any, Protocol, runtime_checkable
 
@@ -66,7 +67,12 @@ def zero(*unnamed: object, **where: Index) -> Edit:
             f"zero needs places by axis, such as edits.zero(head=3); got {shown(unnamed[0])} "
             "without an axis"
         )
-    return Edit("zero", lambda region, value, place: torch.zeros_like(region), {}).at(**where)
+    return Edit("zero", _zeros).at(**where)
+
+
+def _zeros(region: Tensor, value: Tensor, place: Region) -> Tensor:
+    """Return zeros."""
+    return torch.zeros_like(region)
 
 
 @explains_calls
@@ -85,7 +91,12 @@ def scale(factor: float, **where: Index) -> Edit:
     tensor([[1.0000, 0.5000, 1.0000]])
     """
     require_kind("factor", factor, (Number, Tensor), "a number")
-    return Edit("scale", lambda region, value, place: region * factor, {"0": factor}).at(**where)
+    return Edit("scale", partial(_scaled, factor=factor), {"0": factor}).at(**where)
+
+
+def _scaled(region: Tensor, value: Tensor, place: Region, factor: float) -> Tensor:
+    """Return the region times a factor."""
+    return region * factor
 
 
 @explains_calls
@@ -114,11 +125,16 @@ def add(vector: Values, scale: float = 1.0, **where: Index) -> Edit:
     source = ValueSource(vector)
     added = Edit(
         name="add",
-        change=lambda x, value, place: x + scale * value,
+        change=partial(_with_source, scale=scale),
         arguments=arguments,
         source=source,
     )
     return added.at(**where)
+
+
+def _with_source(region: Tensor, value: Tensor, place: Region, scale: float) -> Tensor:
+    """Return the region plus the value of the source times a number."""
+    return region + scale * value
 
 
 @explains_calls
@@ -221,26 +237,48 @@ def mean(
         rows="all" if "batch" in averaged_axes else "same",
     )
 
-    def averaged(region: Tensor, value: Tensor, place: Region) -> Tensor:
-        dims = [place.axes.index(axis) for axis in averaged_axes]
-        if all(value.shape[dim] == 1 for dim in dims):
-            raise EditError(
-                f"a mean over {' and '.join(averaged_axes)} needs several values at {place.point}; "
-                "got one (use edits.replace for one value)"
-            )
-        value = at_least_float32(value)
-        if source.rows == "all" and place.source_columns is not None:
-            # The columns were counted from the last real token of each text, so none is padding.
-            return place.in_order(value.mean(dims, keepdim=True))
-        if source.rows == "all" and place.positions not in dims:
-            require_same_starts(source, place)
-        mask = source.mask(place.point.name)
-        if mask is None or (attention_mask is None and place.positions is None):
-            return value.mean(dims, keepdim=True)
-        return _mean_of_real(value, _real_columns(mask, averaged_axes, value, place), dims, place)
-
+    averaged = partial(
+        _averaged, source=source, axes=averaged_axes, has_own_mask=attention_mask is not None
+    )
     arguments = {"0": reference, "across": across, "attention_mask": attention_mask}
     return Edit("mean", averaged, arguments=arguments, source=source).at(**where)
+
+
+def _averaged(
+    region: Tensor,
+    value: Tensor,
+    place: Region,
+    source: ValueSource,
+    axes: tuple[str, ...],
+    has_own_mask: bool,
+) -> Tensor:
+    """Return the mean of the source's values of real tokens.
+
+    Args:
+        region, value, place: see `Change`.
+        source: the source.
+        axes: the axes along which values are averaged.
+        has_own_mask: whether the user has passed the mask of the source.
+
+    Raises:
+        EditError: if there is only one value, or the texts begin in different columns.
+    """
+    dims = [place.axes.index(axis) for axis in axes]
+    if all(value.shape[dim] == 1 for dim in dims):
+        raise EditError(
+            f"a mean over {' and '.join(axes)} needs several values at {place.point}; "
+            "got one (use edits.replace for one value)"
+        )
+    value = at_least_float32(value)
+    if source.rows == "all" and place.source_columns is not None:
+        # The columns were counted from the last real token of each text, so none is padding.
+        return place.in_order(value.mean(dims, keepdim=True))
+    if source.rows == "all" and place.positions not in dims:
+        require_same_starts(source, place)
+    mask = source.mask(place.point.name)
+    if mask is None or (not has_own_mask and place.positions is None):
+        return value.mean(dims, keepdim=True)
+    return _mean_of_real(value, _real_columns(mask, axes, value, place), dims, place)
 
 
 @explains_calls
@@ -287,25 +325,39 @@ def resample(
         rows="donor",
     )
 
-    def donated(region: Tensor, value: Tensor, place: Region) -> Tensor:
-        batch = place.axes.index("batch")
-        n_rows = place.sizes[batch]
-        mask = values.mask(place.point.name)
-        padding = None if mask is None else mask.tolist()
-        counts = [value.shape[batch]] if padding is None else [value.shape[batch], len(padding)]
-        if {*counts} != {n_rows}:
-            raise EditError(f"resample must have {n_rows} rows at {place.point}; got {counts}")
-        # `HookedRunner.plan` runs the model on tensors without numbers, which cannot be compared.
-        if region.is_meta or isinstance(region, FakeTensor):
-            return region
-        column = 0 if place.positions is None else place.firsts[place.positions]
-        texts = values.copies(value, place.axes, place.point.name, column)
-        first = place.firsts[batch]
-        rows = donors(padding or [[]] * n_rows, seed, texts)[first : first + place.lengths[batch]]
-        return value.index_select(batch, to_device(torch.tensor(rows), value.device))
-
     arguments = {"0": source, "seed": seed, "attention_mask": attention_mask}
+    donated = partial(_donated, source=values, seed=seed)
     return Edit("resample", donated, arguments=arguments, source=values).at(**where)
+
+
+def _donated(
+    region: Tensor, value: Tensor, place: Region, source: ValueSource, seed: int
+) -> Tensor:
+    """Return the values of the donors.
+
+    Args:
+        region, value, place: see `Change`.
+        source: the source.
+        seed: the seed of the choice of donors.
+
+    Raises:
+        EditError: if the source has another number of texts, or a text has no donor.
+    """
+    batch = place.axes.index("batch")
+    n_rows = place.sizes[batch]
+    mask = source.mask(place.point.name)
+    padding = None if mask is None else mask.tolist()
+    counts = [value.shape[batch]] if padding is None else [value.shape[batch], len(padding)]
+    if {*counts} != {n_rows}:
+        raise EditError(f"resample must have {n_rows} rows at {place.point}; got {counts}")
+    # `HookedRunner.plan` runs the model on tensors without numbers, which cannot be compared.
+    if region.is_meta or isinstance(region, FakeTensor):
+        return region
+    column = 0 if place.positions is None else place.firsts[place.positions]
+    texts = source.copies(value, place.axes, place.point.name, column)
+    first = place.firsts[batch]
+    rows = donors(padding or [[]] * n_rows, seed, texts)[first : first + place.lengths[batch]]
+    return value.index_select(batch, to_device(torch.tensor(rows), value.device))
 
 
 @explains_calls
@@ -333,12 +385,14 @@ def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
     """
     require_kind("scale", scale, (Number, Tensor), "a number")
     require_integer("seed", seed, least=-(2**63))
-
-    def noisy(region: Tensor, value: Tensor, place: Region) -> Tensor:
-        added = scale * normal(seed, place)
-        return region + to_device(added.to(region.dtype), region.device)
-
+    noisy = partial(_noisy, scale=scale, seed=seed)
     return Edit("noise", noisy, {"0": scale, "seed": seed}).at(**where)
+
+
+def _noisy(region: Tensor, value: Tensor, place: Region, scale: float, seed: int) -> Tensor:
+    """Return the region plus noise."""
+    added = scale * normal(seed, place)
+    return region + to_device(added.to(region.dtype), region.device)
 
 
 @explains_calls
@@ -373,11 +427,14 @@ def knockout(query: Index | None = None, key: Index | None = None, **where: Inde
             f"a causal model sees no key after its query, such as key {keys} after query "
             f"{queries}; this knockout has no effect in a causal model",
         )
-    everywhere = Edit(
-        "knockout", lambda x, value, place: torch.full_like(x, -torch.inf), only_at="scores"
-    )
+    everywhere = Edit("knockout", _blocked, only_at="scores")
     indices = {"query": query, "key": key, **where}
     return everywhere.at(**{axis: index for axis, index in indices.items() if index is not None})
+
+
+def _blocked(region: Tensor, value: Tensor, place: Region) -> Tensor:
+    """Return scores of -inf."""
+    return torch.full_like(region, -torch.inf)
 
 
 def _comes_after(key: Any, query: Any) -> bool:

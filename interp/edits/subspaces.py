@@ -1,5 +1,6 @@
 """Edits that change a value only along some directions, or only in a subspace."""
 
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from hooks import EditError
 from hooks.base import Index, explains_calls, require_kind, shown, to_device, wide_dtype
 from interp.edits.edit import Change, Edit
+from interp.edits.places import Region
 from interp.edits.sources import Values, source_of
 
 
@@ -65,8 +67,7 @@ def interchange(
     arguments = {"0": source, "1": subspace}
     values = source_of(source, source_pos)
     if isinstance(subspace, Tensor):
-        basis = orthonormal(subspace)
-        change: Change = lambda x, value, place: x + _inside(value - x, basis)  # noqa: E731
+        change: Change = partial(_interchanged, basis=orthonormal(subspace))
     else:
         if not hasattr(subspace, "interchanged"):
             raise TypeError(
@@ -74,9 +75,18 @@ def interchange(
                 "interp.alignment; "
                 f"got {shown(subspace)}"
             )
-        features = subspace
-        change = lambda x, value, place: features.interchanged(x, value)  # noqa: E731
+        change = partial(_with_features, features=subspace)
     return Edit("interchange", change, arguments=arguments, source=values).at(**where)
+
+
+def _interchanged(region: Tensor, value: Tensor, place: Region, basis: Tensor) -> Tensor:
+    """Return the region with the part of the source inside the span of a basis."""
+    return region + _inside(value - region, basis)
+
+
+def _with_features(region: Tensor, value: Tensor, place: Region, features: Features) -> Tensor:
+    """Return the region with the features of the source."""
+    return features.interchanged(region, value)
 
 
 @explains_calls
@@ -101,9 +111,13 @@ def project_out(directions: Float[Tensor, "dim *k"], **where: Index) -> Edit:
     >>> edit(torch.tensor([[3.0, 4.0]]), Point("any", ("batch", "d_model")))
     tensor([[3., 0.]])
     """
-    basis = orthonormal(directions)
-    arguments = {"0": directions}
-    return Edit("project_out", lambda x, value, place: x - _inside(x, basis), arguments).at(**where)
+    outside = partial(_outside, basis=orthonormal(directions))
+    return Edit("project_out", outside, {"0": directions}).at(**where)
+
+
+def _outside(region: Tensor, value: Tensor, place: Region, basis: Tensor) -> Tensor:
+    """Return the part of the region outside the span of a basis."""
+    return region - _inside(region, basis)
 
 
 def orthonormal(directions: Tensor) -> Float[Tensor, "dim _k"]:

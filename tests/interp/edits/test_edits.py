@@ -3,6 +3,7 @@ pieces.
 """
 
 import itertools
+import pickle
 import random
 import re
 
@@ -873,6 +874,35 @@ def test_receipts_do_not_count_padding(wide, texts, side):
     assert receipts[halved].rows == BATCH
     largest = float(cache["mlp_out", 0][mask].abs().max())
     assert receipts[halved].largest == pytest.approx(largest / 2)
+
+
+def all_kinds(source):
+    """Return an edit of each kind at a point with the axes batch, pos and d_model, by name."""
+    directions = torch.randn(10, 2, generator=torch.Generator().manual_seed(2)).double()
+    return {
+        "zero": edits.zero(pos=-1),
+        "scale": edits.scale(0.3, pos=[0, 2]),
+        "add": edits.add(directions[:, 0], 2.0),
+        "replace": edits.replace(source, pos=1, source_pos=-1),
+        "mean": edits.mean(source, across=("batch", "pos")),
+        "resample": edits.resample(source, seed=3),
+        "noise": edits.noise(0.2, seed=5, pos=slice(2, None)),
+        "interchange": edits.interchange(source, directions),
+        "project_out": edits.project_out(directions),
+    }
+
+
+@pytest.mark.parametrize("kind", all_kinds(torch.zeros(1, 1, 1)))
+def test_an_edit_acts_the_same_in_another_process(wide, texts, source, kind):
+    edit = all_kinds(source)[kind]
+    again = pickle.loads(pickle.dumps(edit))
+    assert repr(again) == repr(edit)
+    runs = [wide.run_with_hooks(texts[0], hooks={"blocks.1.mlp_out": e}) for e in (edit, again)]
+    assert torch.equal(*runs)
+    blocked = edits.knockout(query=-1, key=0)
+    again = pickle.loads(pickle.dumps(blocked))
+    runs = [wide.run_with_hooks(texts[0], hooks={"*.scores": e}) for e in (blocked, again)]
+    assert torch.equal(*runs)
 
 
 def test_as_many_texts_as_columns(wide, texts):
