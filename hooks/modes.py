@@ -46,7 +46,8 @@ class Mode(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> "Mode":
-        raise ValueError(f"mode must be one of {', '.join(cls)}; got {shown(value)}")
+        error = ValueError if isinstance(value, str) else TypeError
+        raise error(f"mode must be one of {', '.join(cls)}; got {shown(value)}")
 
     none = "none"
     svd_targets = "svd_targets"

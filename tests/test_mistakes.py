@@ -580,6 +580,20 @@ load_sae('res-jb', sae_id='blocks.8')                           | TypeError | lo
 Direction({'blocks.1.resid_post': torch.ones(2)})['mlp_out', 1] | UnknownNameError | 'mlp_out', 1.*known names are 'blocks.1.resid_post'
 Direction({'blocks.1.resid_post': torch.ones(2)})[-3]           | UnknownNameError | '-3'
 Direction({'blocks.1.resid_post': torch.ones(2)})[None]         | TypeError | a layer, the name of a point, or a pair .*got None
+model.tokenizer.decode('3')                                     | TypeError | whole numbers; got .*'3'
+models.chat(model, [{'role': 'user', 'content': 'hi'}], template=5) | TypeError | template must be a text.*got 5
+alignment.pca(None, 2)                                          | TypeError | values must be a tensor.*None
+alignment.neurons('3')                                          | TypeError | size must be a whole number .*'3'
+plots.patterns(model, cache, scores=5)                          | TypeError | scores must be a Result; got 5; .*head_scores
+plots.effects(5)                                                | TypeError | result must be a Result; got 5; an analysis
+plots.curves([1.0])                                             | TypeError | series must be a mapping.*\[1.0\]; for example
+Direction({}, None)                                             | TypeError | offsets must be .*None
+Direction({}).scores(None)                                      | TypeError | values must be a cache.*None
+models.train_test_split(tokens[0], '0.5')                       | TypeError | fraction must be a number.*'0.5'
+spectral.randomized_svd(eye, 1, seed='a')                       | TypeError | seed must be a whole number .*'a'
+Mode(5)                                                         | TypeError | mode must be one of .*got 5
+compare_models(model, model)                                    | TypeError | texts must be one or several texts; got None
+compare_models(model, model, [TEXT], seed=None)                 | TypeError | seed must be a whole number .*None
 """
 LINES = [[part.strip() for part in line.split(" | ")] for line in MISTAKES.strip().splitlines()]
 TEXT = "def f(x): return x"
@@ -626,7 +640,7 @@ def given():
         "from_interp": lambda name: exec(f"from interp import {name}"),
     }
     names = {name: getattr(interp, name) for name in interp.__all__}
-    others = [directions, hooks, interp, models, nn, np, store, torch]
+    others = [interp.alignment, directions, hooks, interp, models, nn, np, store, torch]
     named = {module.__name__.rpartition(".")[2]: module for module in others}
     kinds = {kind.__name__: kind for kind in (Direction, HookedRunner, HookPoint, Mode)}
     return {**names, **named, **kinds, **made, "np": np, "TEXT": TEXT}

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks.base import at_least_float32, require_integer
+from hooks.base import at_least_float32, require_integer, require_kind
 from interp.edits.subspaces import orthonormal
 from interp.features.dictionary import Dictionary
 from interp.features.temporal import TemporalDictionary
@@ -121,6 +121,7 @@ def neurons(size: int) -> Featurizer:
     >>> neurons(2).interchanged(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
     tensor([3., 4.])
     """
+    require_integer("size", size)
     return Featurizer(
         name="neurons",
         encode=lambda value: value,
@@ -147,6 +148,7 @@ def pca(values: Float[Tensor, "row d"], k: int) -> Featurizer:
     >>> part.interchanged(torch.tensor([1.0, 7.0]), torch.tensor([2.0, 8.0])).round()
     tensor([2., 7.])
     """
+    require_kind("values", values, Tensor, "a tensor [row d]", "for example cache['z', 2][0, :, 3]")
     x = values.double()
     components = torch.linalg.svd(x - x.mean(0), full_matrices=False).Vh
     require_integer("k", k, most=len(components))

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hooks import Point
-from hooks.base import at_least_float32, number_of, to_device, without_gradients
+from hooks.base import at_least_float32, number_of, require_kind, to_device, without_gradients
 from interp import edits
 from interp.attribution_graphs.frozen import FrozenRun
 from interp.attribution_graphs.targets import LogitTerms
@@ -155,6 +155,8 @@ def intervened(
         values: the new values, by the names of features or groups.
         groups: the names of the features in each group.
     """
+    call = f"for example {{{next(iter(groups), 'L0.F323.P4')!r}: 0.0}}"
+    require_kind("values", values, Mapping, "a mapping from names of features to numbers", call)
     n_features = len(graph.run.layer)
     wanted: dict[int, float] = {}
     for name, value in values.items():

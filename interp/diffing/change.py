@@ -466,7 +466,7 @@ def compare_models(
         ValueError: if names, axes or sizes of the models differ (the error names the first
             difference), if their tokenizers return different tokens for a text, or if `base` is
             None and the model has no adapter that can be switched off.
-        TypeError: if a model has no hook points.
+        TypeError: if a model has no hook points, or there are no texts.
         ModeError: if a model is in training mode.
 
     >>> import copy
@@ -486,7 +486,8 @@ def compare_models(
     text 0, pos 6 'x': KL 0.1076 nats (random 0.02551)
     """
     if texts is None:
-        raise ValueError("texts must be one or several texts; got None")
+        raise TypeError("texts must be one or several texts; got None")
+    require_integer("seed", seed, least=-(2**63), most=2**64 - 1)
     texts = [*each_text(texts)]
     labels, curves, kl_curve = [], [], []
     models: TwoModels | None = None

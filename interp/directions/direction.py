@@ -51,6 +51,10 @@ class Direction(plots.Shown):
         require_kind(
             "vectors", self.vectors, kind=Mapping, words="a vector for each of some names of points"
         )
+        require_kind(
+            "offsets", self.offsets, kind=Mapping, words="a number for each of some points"
+        )
+        require_kind("about", self.about, kind=Mapping, words="a mapping of facts")
         for name, vector in self.vectors.items():
             require_kind(f"the vector at {name}", vector, kind=Tensor, words="a tensor [d]")
 
@@ -167,6 +171,7 @@ class Direction(plots.Shown):
         >>> v.scores({"resid": torch.tensor([[1.0, 1.0], [0.0, 1.0]])})
         {'resid': tensor([ 2., -1.])}
         """
+        require_kind("values", values, Mapping, "a cache, or a mapping from points to values")
         scores = {}
         for name, vector in self.vectors.items():
             if name in values:

@@ -75,6 +75,7 @@ class SteeringCurve(plots.Shown):
             ValueError: if there are no other texts, or if the mean KL of all strengths is above the
                 budget.
         """
+        require_kind("budget", budget, (int, float), "a number of nats")
         if self.kl is None:
             raise ValueError(
                 "a budget needs the KL of other texts; call steering_curve with others="

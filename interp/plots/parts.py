@@ -6,6 +6,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
+from hooks.base import shown
 from interp.plots.view import limit_of, visible, visible_title
 
 # The largest numbers that a browser draws without a pause.
@@ -61,12 +62,12 @@ def grid_part(
     } | more
 
 
-def thinned(every: int, shown: int, what: str) -> str:
+def thinned(every: int, n_shown: int, what: str) -> str:
     """Return the note of a picture that shows only a part; empty if all is shown.
 
     Args:
         every: the number of all things.
-        shown: the number of shown things.
+        n_shown: the number of shown things.
         what: the kind of things, such as `links`.
 
     >>> thinned(900, 400, "edges")
@@ -74,8 +75,8 @@ def thinned(every: int, shown: int, what: str) -> str:
     """
     which = "strongest" if what in ("edges", "links") else "last"
     if what == "points":
-        return f"{shown} of {every} points are drawn." if shown < every else ""
-    return f"The {which} {shown} of {every} {what} are shown." if shown < every else ""
+        return f"{n_shown} of {every} points are drawn." if n_shown < every else ""
+    return f"The {which} {n_shown} of {every} {what} are shown." if n_shown < every else ""
 
 
 def facts_of(result: Any, but: Collection[str] = ()) -> str:
@@ -99,6 +100,17 @@ def facts_of(result: Any, but: Collection[str] = ()) -> str:
     return ", ".join(facts)[:200]
 
 
+def require_table(name: str, value: Any) -> None:
+    """Check that a value is a table of effects, such as a `Result`. Plots do not import its class.
+
+    Raises:
+        TypeError: if the value has no axes. The error names the argument.
+    """
+    if not hasattr(value, "axes"):
+        call = "an analysis such as activation_patching or head_scores gives one"
+        raise TypeError(f"{name} must be a Result; got {shown(value)}; {call}")
+
+
 def with_head_map(result: Any) -> Any:
     """Return a result with the axes `layer` and `head` in place of its only axis, if this axis has
     all heads of several layers, such as the heads of `path_patching`. Otherwise return the result.
@@ -106,6 +118,7 @@ def with_head_map(result: Any) -> Any:
     Args:
         result: the result.
     """
+    require_table("result", result)
     axes = result.axes[:-1]
     nodes = result.labels[axes[0]] if len(axes) == 1 else ()
     layers = {getattr(node, "layer", None) for node in nodes}

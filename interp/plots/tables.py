@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from hooks.base import explains_calls
+from hooks.base import explains_calls, require_kind
 from interp.plots.parts import (
     MOST_COLUMNS,
     MOST_WEIGHTS,
@@ -216,6 +216,8 @@ def curves(
     >>> curves({"head 0": s}, axis="rank", title="spectrum")
     View of spectrum: .save("x.html") writes it, .show() opens it
     """
+    call = "for example {'head 0': [3.0, 2.0]}"
+    require_kind("series", series, Mapping, "a mapping from names to numbers", call)
     lines = {name: torch.as_tensor(values).detach().cpu() for name, values in series.items()}
     sizes = {tuple(values.shape) for values in lines.values()}
     places = torch.arange(next(iter(lines.values())).numel()) if x is None and lines else x

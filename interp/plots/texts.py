@@ -9,8 +9,21 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks.base import explains_calls, require_integer, shown, text_of_inputs, writer_of
-from interp.plots.parts import MOST_COLUMNS, MOST_WEIGHTS, axis_part, grid_part, thinned
+from hooks.base import (
+    explains_calls,
+    require_integer,
+    shown,
+    text_of_inputs,
+    writer_of,
+)
+from interp.plots.parts import (
+    MOST_COLUMNS,
+    MOST_WEIGHTS,
+    axis_part,
+    grid_part,
+    require_table,
+    thinned,
+)
 from interp.plots.view import View, limit_of, visible
 
 # The largest numbers that a browser draws without a pause.
@@ -216,6 +229,7 @@ def _scores_of(
     scores: Any, order: Sequence[tuple[int, int]], example: int
 ) -> Float[Tensor, " facet"]:
     """Return the scores of heads on one text, in the order of the pictures."""
+    require_table("scores", scores)
     if scores.axes != ("layer", "head", "example"):
         raise ValueError(f"scores must have the axes layer, head and example; got {scores.axes}")
     layers = [*scores.labels["layer"]]

@@ -184,10 +184,11 @@ def randomized_svd(
     float64 = finite(matrices, name).double()
     require_integer("k", k, most=min(float64.shape[-2:]))
     require_integer("oversample", oversample, least=2)
+    require_integer("iterations", iterations, least=0)
+    generator = seeded(seed)
     size = k + oversample
     if size >= min(float64.shape[-2:]):
         return svd(matrices, name).top(k)
-    generator = seeded(seed)
     start = torch.randn(float64.shape[-1], size, generator=generator, dtype=torch.float64)
     basis = torch.linalg.qr(float64 @ start.to(float64.device)).Q
     for _ in range(iterations):

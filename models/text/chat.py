@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hooks.base import Text, explains_calls, language_of
+from hooks.base import Text, explains_calls, language_of, require_kind
 from models.text.templates import ChatTemplate, Messages
 
 
@@ -100,8 +100,10 @@ def _template_for(tokenizer: Any, template: ChatTemplate | str | None) -> ChatTe
     """Return the given template, or else the template in the files of the tokenizer.
 
     Raises:
+        TypeError: if the given template is neither a text nor a `ChatTemplate`.
         ValueError: if there is no template.
     """
+    require_kind("template", template, (str, ChatTemplate, type(None)), "a text or a ChatTemplate")
     if template is None:
         template = getattr(tokenizer, "chat_template", None)
     if template is None:

@@ -353,7 +353,8 @@ def pieces_of(tokens: Any, piece: Callable[[int], str]) -> Any:
     # This also converts arrays of NumPy.
     if hasattr(tokens, "tolist"):
         tokens = tokens.tolist()
-    if isinstance(tokens, Sequence):
+    # A text is a sequence of texts without end, and no sequence of tokens.
+    if isinstance(tokens, Sequence) and not isinstance(tokens, str):
         return [pieces_of(part, piece) for part in tokens]
     return piece(tokens)
 

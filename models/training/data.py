@@ -299,6 +299,7 @@ def train_test_split(
     >>> [part.tolist() for part in train_test_split(torch.arange(5), 0.6)]
     [[0, 1, 2], [3, 4]]
     """
+    require_kind("fraction", fraction, (int, float), "a number between 0 and 1")
     tokens = tensor_of(tokens, "tokens")
     count = int(len(tokens) * fraction)
     if not 0 < count < len(tokens):

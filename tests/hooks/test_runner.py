@@ -148,8 +148,8 @@ def test_arguments_that_cannot_be(runner, tokens):
     for hooks in ({3: leave}, {"embed": 3}):
         with pytest.raises(TypeError, match="3"):
             runner.hooks(hooks)
-    for mode in ("everything", "", 0):
-        with pytest.raises(ValueError, match=f"got {mode!r}"):
+    for mode, error in (("everything", ValueError), ("", ValueError), (0, TypeError)):
+        with pytest.raises(error, match=f"got {mode!r}"):
             runner.run_with_cache(tokens, mode=mode)
     with pytest.raises(TypeError, match="None"):
         runner.capture(tokens, names=None)

@@ -716,7 +716,7 @@ def test_the_first_difference_is_named(base, tuned):
         compare_models(tuned, None, TEXTS)
     with pytest.raises(ValueError, match="no adapter"):
         compare_models(tuned, tuned, TEXTS)
-    with pytest.raises(ValueError, match="texts"):
+    with pytest.raises(TypeError, match="texts"):
         compare_models(tuned, base)
     with pytest.raises(ValueError, match="at least one model"):
         compare_models([], base, TEXTS)
