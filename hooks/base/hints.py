@@ -206,10 +206,10 @@ class HintsAtNames:
             try:
                 return super().__getattr__(name)
             except AttributeError:
-                # The class has the name, so code of the attribute raised an AttributeError. Run it
-                # again for its error.
+                # The class has the name, so code of the attribute raised an AttributeError, which
+                # Python discards. Run the code again for its message.
                 if hasattr(type(self), name):
-                    return object.__getattribute__(self, name)
+                    return self._read_again(name)
                 hint = _hint_for(type(self), name)
                 if not hint and hasattr(super(), "__getattr__"):
                     raise
@@ -219,3 +219,10 @@ class HintsAtNames:
                 close = closest(name, [other for other in known if other[0] != "_"])
                 hint = f"; close matches: {', '.join(close)}" if close else ""
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
+
+        def _read_again(self, name: str) -> Any:
+            try:
+                return object.__getattribute__(self, name)
+            except AttributeError as error:
+                kind = type(self).__name__
+                raise AttributeError(f"{name!r} of {kind} cannot be read: {error}") from error
