@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hooks.base import NEVER_FIRED, hooks_of, require_fired, with_first_tensor
@@ -70,7 +71,7 @@ class _Passing(Wire):
         self.fired = True
         if self.part.reads is None:
             return with_first_tensor(output, self.part(value, value))
-        read = self.read.pop(threading.get_ident(), None)
+        read = self.read.pop(_thread(), None)
         if read is None:
             raise HookError(
                 f"{self.point.name} must run after {self.part.reads}, which its part reads"
@@ -91,7 +92,12 @@ class _Reading(_Passing):
         self._passing = passing
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        self._passing.read[threading.get_ident()] = first_tensor(output, self.point)
+        self._passing.read[_thread()] = first_tensor(output, self.point)
+
+
+def _thread() -> int:
+    """Return the number of this thread; 0 while a compiler traces, which cannot read it."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 class _Ran(Wire):

@@ -272,10 +272,30 @@ SPLICED = """
                 torch.testing.assert_close(compiled(tokens), expected, atol=1e-5, rtol=0)
 """
 
+TRANSCODED = """
+    from interp.features import Dictionary, TopK, splice
+    reads, place = "blocks.0.resid_mid", "blocks.0.mlp_out"
+    weights = [torch.randn(*size) for size in ((10, 19), (19, 10), (19,), (10,))]
+    transcoder = Dictionary(*weights, TopK(4))
+    read = []
+    with torch.no_grad():
+        handles = [
+            model.get_submodule(reads).register_forward_hook(lambda m, a, out: read.append(out)),
+            model.get_submodule(place).register_forward_hook(lambda m, a, out: transcoder(read[0])),
+        ]
+        expected = model(tokens)
+        for handle in handles:
+            handle.remove()
+        assert not torch.allclose(expected, model(tokens), atol=1e-3)
+        with splice(model, {place: transcoder}, error=None, reads=reads):
+            compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
+            torch.testing.assert_close(compiled(tokens), expected, atol=1e-5, rtol=0)
+"""
 
 SCRIPTS = {
     "long": LONG,
     "spliced": SPLICED,
+    "transcoded": TRANSCODED,
     "generated": GENERATED,
     "baked in steps": BAKED_IN_STEPS,
     "stepped": STEPPED,
@@ -290,7 +310,7 @@ SCRIPTS = {
 }
 # These scripts run in every test run, with the backend "eager", which runs the traced graph without
 # changing it. With --full, all scripts run.
-QUICK = ("plain", "baked", "added", "steps", "generated", "spliced")
+QUICK = ("plain", "baked", "added", "steps", "generated", "spliced", "transcoded")
 RUNS = [
     (QUICK, "eager"),
     *(
