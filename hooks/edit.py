@@ -317,8 +317,8 @@ def _require_two_arguments(hook: Hook, selector: object) -> None:
     Raises:
         TypeError: if it does not; the error names the selector.
     """
-    # Other callables are edits of this project. They have the right form, and there can be many, so
-    # they are not checked.
+    # Other callables are edits of this project, which have the right form. A run can have many of
+    # them, so they are not checked.
     if not inspect.isfunction(hook):
         return
     example = "for example: lambda activation, point: activation * 0"

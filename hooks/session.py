@@ -159,8 +159,8 @@ class Session(InContext):
     def note(self, module: nn.Module, acted: set[bool]) -> None:
         """Add to `acted`, after each run of `module`, whether these hooks acted in the run.
 
-        Nothing is added after a run in which these hooks did not act, but the hooks of another
-        session did. The user then wants only the hooks of the other session.
+        If only the hooks of another session acted in a run, nothing is added after this run,
+        because the user wants only those hooks there.
         """
         acts = self.acts
 

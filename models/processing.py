@@ -36,8 +36,8 @@ def fold_norms(model: Transformer) -> Transformer:
     Raises:
         ValueError: if there are no norms, if `norm_place` is not `pre`, or if a norm of the
             embeddings is learned.
-        RuntimeError: if log probabilities of random tokens differ by more than rounding can
-            explain: 1e-4 of the largest in float32, 1e-10 in float64, 1e-2 in float16, 1e-1 in
+        RuntimeError: if the processing changes log probabilities of random tokens by more than
+            rounding: 1e-4 of the largest in float32, 1e-10 in float64, 1e-2 in float16, 1e-1 in
             bfloat16.
 
     >>> from models import TransformerConfig

@@ -36,8 +36,8 @@ class Piece:
             an encoder have the axis `encoder_pos`.
         n_later: the number of columns that the run reads after this piece, if a block computes its
             positions in pieces; otherwise 0.
-        of_run: the piece that the whole run reads. It is this piece itself, unless a block computes
-            its positions in pieces.
+        of_run: the piece that the whole run reads. If a block computes its positions in pieces,
+            this piece is a part of it; otherwise both are the same.
     """
 
     def __init__(

@@ -7,8 +7,8 @@ With these, a misspelt keyword raises an error instead of being lost in `**kwarg
    the parameters of its parts.
 2. A decorator of the function may accept more keywords, which it does not pass on. They are in no
    signature, but they are strings in the code or the closure of the decorator.
-3. Any other keyword raises an error. But if `**kwargs` are untyped, the model may know the keyword.
-   Then only a keyword that is close to one of our own keywords raises an error.
+3. Any other keyword raises an error. There is one exception: if `**kwargs` have no type, the model
+   may know the keyword. Then only misspelt keywords of ours raise an error.
 """
 
 import difflib

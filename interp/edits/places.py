@@ -458,10 +458,10 @@ def _so_far(
 ) -> list[list[int]]:
     """Return the places that a selection has selected in a generation when they were new.
 
-    Without a KV cache, each run reads the whole text again. `pos=-1` was another column in each
-    earlier run, and must be changed again, because with a KV cache its changed values would be
-    kept. A run with a KV cache computes only the new column, so `pos=-2` selects a column of the
-    prompt, and no column of a later run.
+    Without a KV cache, each run reads the whole text again. In each earlier run, `pos=-1` was
+    another column. This run must change all of these columns, because a KV cache would contain
+    their changed values. A run with a KV cache computes only the new column, so `pos=-2` selects a
+    column of the prompt, and no column of a later run.
 
     Args:
         selected: the selection, which counts from the end of the text.

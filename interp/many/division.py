@@ -319,7 +319,8 @@ def _require_divisible(metric: Metric, model: nn.Module, text: Text, at_once: in
         ) from cause
     is_first = torch.arange(min(n, max(2, at_once)), device=logits.device) == 0
     for is_same in (is_first, ~is_first):
-        # Half of the logits, at other tokens, also have another sum and another maximum.
+        # The other examples get logits with another sum and another maximum: half of each logit, at
+        # another token.
         mixed = torch.where(is_same[:, None, None], logits, logits.roll(1, -1) / 2)
         if not _are_close([metric(mixed)[is_same]], values[0][0]):
             raise ValueError(

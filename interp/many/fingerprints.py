@@ -209,8 +209,8 @@ def _attribute(value: Any) -> Any:
     """Return an attribute of a module in a form that can be pickled.
 
     Objects such as tokenizers and locks are represented by their class. A function is represented
-    by its code. The values that a function has captured are left out, because they may be such
-    objects.
+    by its code. Variables that a function takes from outside are left out, because their values may
+    be such objects.
     """
     if isinstance(value, _HASHED_BY_REPR):
         return value

@@ -24,7 +24,7 @@ _VERBS = {"denoising": "restored", "noising": "lost"}
 _METRICS = {"logit_diff": "logit difference", "log_prob": "log probability"}
 # The largest number of ticks along an axis.
 _MOST_TICKS = 80
-# The inches that a tick needs, along columns with small letters and along rows.
+# The space of a tick in inches: along columns, where letters are small, and along rows.
 _COLUMN_TICK = 0.13
 _ROW_TICK = 0.15
 # The number of places with the largest errors of estimates that get a name.
@@ -482,8 +482,9 @@ def _inches_of(axes: Axes) -> tuple[float, float]:
 def _ticks(
     labels: Sequence[Any], decisive: int, most: int = _MOST_TICKS
 ) -> tuple[list[int], list[str]]:
-    """Return the indices and texts of all labels; of many labels, only some, with the decisive
-    label.
+    """Return the indices and the texts of the labels to draw.
+
+    If there are too many labels, the result has only some of them, always with the decisive one.
 
     Args:
         labels: the labels.

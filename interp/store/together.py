@@ -3,7 +3,8 @@
 Each run gathers weights from all processes, so all processes must make the same number of runs.
 
 1. Before each run, a process announces the run to the other processes.
-2. A process that has finished its texts makes dummy runs, until no process announces a run.
+2. A process that has finished its texts goes on with runs whose results are not used, until no
+   process announces a run.
 3. A process that fails between two runs announces the failure, and the other processes raise an
    error, too. If a process fails inside a run, the other processes wait for its weights until it
    ends, or until the timeout of `init_process_group`.
@@ -46,11 +47,11 @@ class Together:
     def runs(self, run_along: Callable[[], Any]) -> Iterator[None]:
         """Return a context for all runs of this process.
 
-        At the end of the context, this process makes dummy runs until the other processes have
-        finished.
+        At the end of the context, this process makes runs whose results are not used, until the
+        other processes have finished.
 
         Args:
-            run_along: a function that makes one dummy run.
+            run_along: a function that makes one run whose result is not used.
 
         Raises:
             HookError: if another process fails between two runs.

@@ -202,7 +202,7 @@ def _mixing_by_slopes(wiring: Wiring, blocks: Sequence[int]) -> set[int]:
 def _reaches(entering: Tensor, leaving: Tensor) -> bool:
     """Return whether later positions of `leaving` depend on the first position of `entering`.
 
-    They depend on it if their derivative by this position is not 0.
+    The result is True if the derivative of these positions by the first position is not 0.
     """
     later = leaving[:, 1:]
     # Each element has its own weight, because the plain sum of a norm's outputs is constant, so its

@@ -203,9 +203,10 @@ def candidates_of(block: Call, probe: ProbeRun, roles: Roles) -> Candidates:
         attending = []
         mixers = [named["attn"]]
     else:
-        # Linear attention has no softmax and no product of queries and keys by which it could be
-        # told from a state space or a convolution. Only its author's name for it says what it is,
-        # and the name decides between the points `attn_out` and `mixer_out`. It changes no number.
+        # Linear attention, a state space and a convolution all mix positions without a softmax, so
+        # a run does not tell which of them a module is. The name of the class decides: with
+        # "attention" in it, the point is `attn_out`, and otherwise `mixer_out`. The name changes
+        # no number.
         classes = [call for call in whole if "attention" in type(call.module).__name__.lower()]
         mixers = attending or classes
     return Candidates(

@@ -200,8 +200,8 @@ class PaddedPositions:
     def of(self, mask: Shaped[Tensor, "batch pos"], copies_text: bool = False) -> dict[str, Tensor]:
         """Return the argument `position_ids` for padded texts; empty if the model does not need it.
 
-        The positions count only columns without padding. They are needed if some padding comes
-        before a token, and the model accepts positions.
+        The positions count only columns without padding. The model needs them if padding comes
+        before a token of some text, and if the model accepts positions.
 
         Args:
             mask: True at real tokens.

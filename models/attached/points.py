@@ -438,7 +438,8 @@ class Input(Wire):
 
     Attributes:
         point: the point.
-        is_shared: whether other modules read the same tensor later, and must see an edit too.
+        is_shared: whether other modules read the same tensor later. An edit must then change the
+            tensor for them too.
     """
 
     point: HookPoint

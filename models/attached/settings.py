@@ -1,4 +1,4 @@
-"""The settings of a call of `attach`, by which a second call finds that nothing changed."""
+"""The settings of a call of `attach`. A second call compares them with its own settings."""
 
 from dataclasses import dataclass, field
 from typing import Any

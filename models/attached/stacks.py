@@ -287,8 +287,8 @@ def _named_towers(
     Args:
         stacks: the calls of the blocks of each stack, with the run and the axis of streams.
         tokens: the tokens that the model reads; None if it reads no tokens.
-        has_text: whether the stack of the text was found in an earlier run. It is then not among
-            `stacks`, and no stack has an empty name.
+        has_text: whether an earlier run found the stack of the text. Then `stacks` does not contain
+            it, and no stack gets the empty name.
     """
     order = sorted(range(len(stacks)), key=lambda n: stacks[n][0][0].began)
     shapes = {n: stacks[n][0][0].inputs[0].shape[:2] for n in order}

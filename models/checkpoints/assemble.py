@@ -183,8 +183,8 @@ def _read_all(
     values: dict[str, Tensor] = {}
     # The addresses of the memory that parameters use.
     addresses: set[int] = set()
-    # Read the largest tensor first. While a tensor is copied, both are in memory, and at the
-    # beginning little else is.
+    # Read the largest tensor first. While a tensor is copied, memory contains it twice, and at the
+    # beginning memory contains no other tensors.
     names = sorted(sources, key=lambda name: -shapes[name].numel())
     numbers = sum(shapes[name].numel() for name in names)
     with progress_bar("loading", total=float(numbers)) as count:
