@@ -125,16 +125,16 @@ def add(vector: Values, scale: float = 1.0, **where: Index) -> Edit:
     source = ValueSource(vector)
     added = Edit(
         name="add",
-        change=partial(_with_source, scale=scale),
+        change=partial(_with_source, factor=scale),
         arguments=arguments,
         source=source,
     )
     return added.at(**where)
 
 
-def _with_source(region: Tensor, value: Tensor, place: Region, scale: float) -> Tensor:
+def _with_source(region: Tensor, value: Tensor, place: Region, factor: float) -> Tensor:
     """Return the region plus the value of the source times a number."""
-    return region + scale * value
+    return region + factor * value
 
 
 @explains_calls

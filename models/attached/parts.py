@@ -272,7 +272,8 @@ def _by_small_input(
         shift: the bias.
     """
     square = norms[0].scale(x).square().mean()
-    sizes = [(eps / square) ** 0.5 for eps in {norm.eps for norm in norms} - {0.0}]
+    epsilons = {norm.eps for norm in norms} - {0.0}
+    sizes = [(eps / square) ** 0.5 for eps in epsilons]
     small = torch.cat([x * size for size in sizes])
     output = _made_by_copy(module, small)
     if output is None:
