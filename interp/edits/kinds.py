@@ -385,13 +385,13 @@ def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
     """
     require_kind("scale", scale, (Number, Tensor), "a number")
     require_integer("seed", seed, least=-(2**63))
-    noisy = partial(_noisy, scale=scale, seed=seed)
+    noisy = partial(_noisy, factor=scale, seed=seed)
     return Edit("noise", noisy, {"0": scale, "seed": seed}).at(**where)
 
 
-def _noisy(region: Tensor, value: Tensor, place: Region, scale: float, seed: int) -> Tensor:
+def _noisy(region: Tensor, value: Tensor, place: Region, factor: float, seed: int) -> Tensor:
     """Return the region plus noise."""
-    added = scale * normal(seed, place)
+    added = factor * normal(seed, place)
     return region + to_device(added.to(region.dtype), region.device)
 
 
