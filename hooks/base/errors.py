@@ -241,8 +241,8 @@ def _requirement(extra: str, origin: Mapping[str, Any]) -> str:
     >>> _requirement("ray", {})
     'hookscope[ray] @ git+https://github.com/hookscope/hookscope'
     >>> commit = {"vcs": "git", "commit_id": "8f3a", "requested_revision": "v0.1.0"}
-    >>> _requirement("ray", {"url": "https://example.org/hookscope", "vcs_info": commit})
-    'hookscope[ray] @ git+https://example.org/hookscope@8f3a'
+    >>> _requirement("ray", {"url": "https://example.org/copy", "vcs_info": commit})
+    'hookscope[ray] @ git+https://example.org/copy@8f3a'
     >>> _requirement("ray", {"url": "file:///home/me/hookscope", "dir_info": {"editable": True}})
     '--editable=/home/me/hookscope[ray]'
     """
