@@ -571,6 +571,7 @@ from_interp('sae_from_weights')                                 | ImportError | 
 from_interp('SAE')                                              | ImportError | load_sae\(path\), or interp.features.Dictionary\(W_enc
 from_interp('add_vector')                                       | ImportError | interp.edits.add\(vector
 model.to_tokens([TEXT, 'x'])[1]                                 | TypeError | text.rows\(slice\(1, 2\)\), text.tokens
+len(model.to_tokens([TEXT, 'x']))                               | TypeError | the length of a Text is ambiguous: use len\(text.tokens\)
 features.Dictionary(eye, eye, eye[0], eye[0], nn.ReLU(), k=2)   | TypeError | k=; use activation=TopK\(k\)
 features.Dictionary(eye[:2].T, eye[:2].T, eye[0, :2], eye[0], nn.ReLU()) | ValueError | W_dec must be .*\[2, 3\]; got \[3, 2\], which is transposed: pass W_dec.T
 features.Dictionary(eye[:2], eye[:2], eye[0, :2], eye[0], nn.ReLU()) | ValueError | W_enc must be .*\[3, 2\]; got \[2, 3\], which is transposed: pass W_enc.T

@@ -107,6 +107,22 @@ class Text(HintsAtNames):
             f"a Text cannot be indexed: use text.rows({row}), text.tokens[0] or text.texts"
         )
 
+    def __len__(self) -> int:
+        """Raise an error, because the length could be of texts or of tokens. It names both.
+
+        >>> len(Text(torch.tensor([[3, 1, 4]])))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        TypeError: the length of a Text is ambiguous: use len(text.tokens) for texts, ...
+        """
+        raise TypeError(
+            "the length of a Text is ambiguous: use len(text.tokens) for texts, and "
+            "text.tokens.shape[1] for tokens"
+        )
+
+    # Without this method, Python would ask for the length.
+    def __bool__(self) -> bool:
+        return True
+
     def __repr__(self) -> str:
         padded = "" if self.attention_mask is None else ", padded"
         first = "" if self.texts is None else f": {self.texts[0]!r:.60}"

@@ -185,7 +185,8 @@ def _require_text(text: Any, number: int) -> None:
         ValueError: if the text is something else. The error contains the number of the text.
     """
     tokens = text if isinstance(text, list | tuple) else ()
-    is_text = isinstance(text, str) or (hasattr(text, "__len__") and not isinstance(text, Mapping))
+    is_listed = hasattr(text, "__len__") and not isinstance(text, Mapping | Text)
+    is_text = isinstance(text, str) or is_listed
     if not is_text or not all(isinstance(token, Number | Tensor) for token in tokens):
         raise ValueError(
             f"text {number} must be a string or a list of token numbers; got {text!r:.60}"
