@@ -185,7 +185,7 @@ READ = {
     "ablation": on_pairs(interp.activation_patching, site="z", edit=edits.zero()),
     "attribution": on_pairs(interp.attribution_patching, site="z"),
     "ablation estimated": on_pairs(interp.attribution_patching, site="z", edit=edits.zero()),
-    "integrated": on_pairs(interp.integrated_gradients, site="z", steps=8),
+    "integrated": on_pairs(interp.integrated_gradients, site="z", steps=32),
     "path_patching": on_pairs(interp.path_patching),
     "edge_patching": on_pairs(
         interp.edge_patching, edges=["input->a0.h1<q>", "a0.h2->m1", "m0->logits"]

@@ -267,17 +267,23 @@ class ValueSource:
             whole=(*self.whole, pos_axis),
         )
 
-    def counting(self, selected: Selection, axis: str) -> "ValueSource":
-        """Return the source with columns that count from the end of its own text.
+    def selecting(self, selected: Selection, axis: str) -> "ValueSource":
+        """Return the source with its columns for the selected positions.
 
-        Use this before the positions of the edit are replaced by columns of the edited text.
+        Use this before the positions of the edit are replaced by columns of the edited text, whose
+        length may be another.
 
         Args:
-            selected: the positions that the edit selects, which count from the end.
+            selected: the positions that the edit selects. If they count from the end, the columns
+                count from the end of the source's own text.
             axis: the axis of the positions.
         """
         is_same = axis in self.whole or self.rows == "donor" or not self.knows_its_padding
-        return self if is_same or self.columns is not None else replace(self, columns=selected)
+        # A mean over texts skips their padding, unless it has columns of its own.
+        is_mean = self.rows == "all" and not selected.counts_back
+        if is_same or is_mean or self.columns is not None:
+            return self
+        return replace(self, columns=selected)
 
     def _selected_columns(
         self, selected: Selection | None, axis: str, point: Point

@@ -218,9 +218,11 @@ class Pairs(plots.Shown, metaclass=HintedClass):
         self.per_token = per_token
         self._spans: Any = spans or {}
         are_tokens = isinstance(self._clean, Text) and isinstance(self._corrupted, Text | None)
-        has_tokens = are_tokens and not _must_be_read(answers)
-        self.is_read = has_tokens and isinstance(spans, Mapping | None)
-        if self.is_read:
+        has_columns = are_tokens and isinstance(spans, Mapping | None)
+        self.is_read = has_columns and not _must_be_read(answers)
+        # Positions of corrupted texts are columns of tensors. Other spans may be parts of strings.
+        self._has_spans = self.is_read or (has_columns and corrupted_spans is not None)
+        if self._has_spans:
             self._clean, self._corrupted = aligned(
                 self._clean,
                 self._corrupted,
@@ -228,11 +230,10 @@ class Pairs(plots.Shown, metaclass=HintedClass):
                 corrupted_spans=corrupted_spans,
                 last_only=last_only,
             )
-            self.answers = _as_tensor(answers, self._clean.tokens)
         elif corrupted_spans is not None:
-            raise ValueError(
-                "corrupted_spans needs texts and answers that are tensors; got strings or lists"
-            )
+            raise ValueError("corrupted_spans needs texts that are tensors; got strings or lists")
+        if self.is_read:
+            self.answers = _as_tensor(answers, self._clean.tokens)
         if isinstance(self.answers, Tensor):
             _require_one_or_two(self.answers, len(self))
 
@@ -257,7 +258,7 @@ class Pairs(plots.Shown, metaclass=HintedClass):
         """
         clean = text_for(model, self._clean)
         corrupted = None if self._corrupted is None else text_for(model, self._corrupted)
-        if not self.is_read:
+        if not self._has_spans:
             clean, corrupted = aligned_words(
                 model, clean, corrupted, spans=self._spans, last_only=self.last_only
             )

@@ -21,7 +21,7 @@ def edit_of_texts(edit: Edit, point: Point, prompts: list[list[int]]) -> Edit:
     """Return an edit that makes the same change in all rows of a text, at positions of its prompt.
 
     The texts of an encoder and of a tower are not continued by answers, so positions in them do not
-    change. In the text of a cache, negative positions still count from the end of that text.
+    change. The text of a cache may have no answer, and negative positions still count from its end.
 
     Args:
         edit: the edit.
@@ -37,8 +37,8 @@ def edit_of_texts(edit: Edit, point: Point, prompts: list[list[int]]) -> Edit:
     for axis, selection in edit.where.items():
         # The edit itself raises an error for an axis that the point does not have.
         if axis in TEXT_AXES and axis in point.axes and has_answers:
-            if axis in POSITION_AXES and source is not None and selection.counts_back:
-                source = source.counting(selection, axis)
+            if axis in POSITION_AXES and source is not None:
+                source = source.selecting(selection, axis)
             selection = _columns_of_prompts(selection, axis, prompts)
         where[axis] = selection
     return replace(edit, where=where, source=source, n_texts=len(prompts))

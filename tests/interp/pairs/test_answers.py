@@ -360,6 +360,50 @@ def test_sweeps_count_negative_positions_in_prompts(model, side):
         close(result.values[number], by_hand(model, CLEAN, changes=changes) - base)
 
 
+@pytest.mark.parametrize("pos", [1, [0, 2], slice(0, 2), -1, slice(-2, None)])
+def test_values_of_a_cache_are_put_into_prompts(model, pos):
+    """The cached texts end where the prompts end, and rows continue with an answer."""
+    given = text(CORRUPTED, "right")
+    tokens, mask = given["input_ids"], given["attention_mask"]
+    name = "blocks.0.mlp_out"
+    _, cache = HookedRunner(model).run_with_cache(tokens, attention_mask=mask, names=name)
+    result = sweep(model, pairs_of("right"), [{name: edits.replace(cache, pos=pos)}])
+
+    def put(row, answer):
+        columns = torch.arange(len(CLEAN[row]))[pos]
+
+        def change(output):
+            new = output.clone()
+            new[:, columns] = cache[name][row, columns]
+            return new
+
+        return {name: change}
+
+    close(result.values[0], by_hand(model, CLEAN, changes=put) - by_hand(model, CLEAN))
+
+
+def test_spans_may_be_elsewhere_in_the_corrupted_texts(model):
+    clean, corrupted = [[1], [0], [2]], [[3], [1], [0]]
+    options = dict(spans={"word": clean}, corrupted_spans={"word": corrupted})
+    name = "blocks.0.mlp_out"
+    result = activation_patching(
+        model, pairs_of("right", **options), "mlp_out", ["layer", "span"], layers=0
+    )
+
+    def put(row, answer):
+        source = value_of(model, name, CLEAN[row], answer)
+
+        def change(output):
+            new = output.clone()
+            new[:, corrupted[row]] = source[:, clean[row]]
+            return new
+
+        return {name: change}
+
+    effect = by_hand(model, CORRUPTED, changes=put) - by_hand(model, CORRUPTED)
+    close(result.values[0, 0], effect)
+
+
 def scaled_at(columns_of_row):
     """Return the changes of a run that multiply a module's output by 3 at columns of the prompt."""
 

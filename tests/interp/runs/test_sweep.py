@@ -159,8 +159,14 @@ def alone(model, tokens, hooks, metric=measured, mask=None):
     return metric(HookedRunner(model).run_with_hooks(tokens, hooks=hooks, **masked(mask)), mask)
 
 
-def random_edit(draw, caches):
-    """Return a random selector and a random edit for it."""
+def random_edit(draw, caches, is_left):
+    """Return a random selector and a random edit for it.
+
+    Args:
+        draw: the source of the choices.
+        caches: runs of other texts.
+        is_left: whether texts are padded on the left, and so have no common mean at each position.
+    """
     layer, cache = draw.randrange(2), caches[draw.randrange(2)]
     pos = draw.choice(
         [{}, {"pos": draw.randrange(-4, 0)}, {"pos": slice(draw.randrange(POS), None)}]
@@ -181,9 +187,11 @@ def random_edit(draw, caches):
     )
     name, where = place
     values = cache[name if "*" not in name else name.replace("*", "0")]
+    axis = "query" if "query" in where else "pos"
+    across = ("batch", axis) if is_left else ("batch",)
     kinds = [
         lambda: edits.zero(**where),
-        lambda: edits.mean(cache, **where),
+        lambda: edits.mean(cache, across=across, **where),
         lambda: edits.resample(values, draw.randrange(9), **where),
         lambda: edits.replace(cache, **where),
         lambda: edits.scale(draw.uniform(-2, 2), **where),
@@ -212,7 +220,8 @@ def test_random_sweeps_equal_whole_runs(seed):
     mask = MASKS[draw.choice(list(MASKS))] if metric == "last" else None
     caches = [runner.run_with_cache(some_tokens(n), **masked(mask))[1] for n in (8, 9)]
     entries = [
-        [random_edit(draw, caches) for _ in range(draw.choice([1, 1, 2, 3]))] for _ in range(9)
+        [random_edit(draw, caches, mask is MASKS["left"]) for _ in range(draw.choice([1, 1, 2, 3]))]
+        for _ in range(9)
     ]
     entries += [{"blocks.1.attn_out": lambda x, point: -x}]
     entries += [{"blocks.0.attn.scores": edits.knockout(query=-1, key=slice(1, 3))}, {}]
