@@ -372,7 +372,9 @@ class Pairs(plots.Shown, metaclass=HintedClass):
         """
         if self.other is None:
             raise ValueError(
-                "pairs must have corrupted texts for a comparison; got only clean texts"
+                "pairs must have corrupted texts for a comparison; got only clean texts: pass "
+                "Pairs(clean, corrupted), or edit= to an analysis that accepts it, such as "
+                "attribution_patching(model, pairs, edit=edits.zero())"
             )
         return self.other
 

@@ -32,6 +32,7 @@ from interp.store.files import MANIFEST, ROWS, Folder, file_of, gathered, store_
 from interp.store.rows import FORMAT, identity
 from interp.store.shuffling import Shared, shuffled
 from interp.store.summary import StatisticsByPoint
+from interp.store.tasks import require_shard
 
 
 class Activations(plots.Shown):
@@ -245,19 +246,22 @@ class Activations(plots.Shown):
             names: points, or `tokens`, `text`, `offset` or `pos`. Default: all points.
             epochs: the number of epochs; None means no end.
             window: the number of files to mix.
-            part: the number of this reader and the number of readers, which share the files.
+            part: the number of this reader, counted from 0, and the number of readers, which share
+                the files.
 
         Yields:
             A tuple with a tensor for each name, in the order of `names`.
 
         Raises:
             CacheError: if the store is incomplete.
-            ValueError: if a size is below 1, or if this reader has no row.
+            ValueError: if a size is below 1, if this reader has no row, or if its number is not
+                below the number of readers.
             UnknownNameError: as in `file`.
         """
         require_integer("size", size)
         require_integer("window", window)
         require_integer("epochs", 1 if epochs is None else epochs)
+        require_shard(part, "reader, readers", name="part")
         read = partial(self.file, names=self.names if names is None else names)
         epoch = 0
         any_row = False
@@ -309,8 +313,8 @@ class Activations(plots.Shown):
 
         Args:
             names: the points, or one point. Default: all points.
-            part: the number of this reader and the number of readers. Add the statistics of all
-                readers with `+`.
+            part: the number of this reader, counted from 0, and the number of readers, which share
+                the files. Add the statistics of all readers with `+`.
             covariance: whether to compute the products of all pairs of columns.
             top: the number of largest values to record.
             sample: the largest number of rows in the random sample, from which quantiles are taken.
@@ -318,8 +322,9 @@ class Activations(plots.Shown):
 
         Raises:
             CacheError, UnknownNameError: as in `batches`.
-            ValueError: if there is no row.
+            ValueError: if this reader has no row, or its number is not below the number of readers.
         """
+        require_shard(part, "reader, readers", name="part")
         options: dict[str, Any] = {
             "covariance": covariance,
             "top": top,
@@ -330,7 +335,13 @@ class Activations(plots.Shown):
 
         def parts() -> Iterator[StatisticsByPoint]:
             """Yield the statistics of each file of this reader."""
-            for number in range(len(self.files))[part[0] :: part[1]]:
+            numbers = range(len(self.files))[part[0] :: part[1]]
+            if not numbers:
+                raise ValueError(
+                    f"each of {part[1]} readers must have a file; reader {part[0]} has none of "
+                    f"{number_of(len(self.files), 'file')}"
+                )
+            for number in numbers:
                 columns = self.file(number, [*{*wanted, "text", "offset"}])
                 if len(columns["text"]):
                     rows = {name: columns[name] for name in wanted}

@@ -86,12 +86,13 @@ class TaskRun:
                 note.unlink()
 
 
-def require_shard(shard: Any, form: str) -> tuple[int, int]:
+def require_shard(shard: Any, form: str, name: str = "shard") -> tuple[int, int]:
     """Return the number of a shard and the number of shards.
 
     Args:
         shard: the two numbers.
         form: their names, for the error.
+        name: the name of the argument, for the error.
 
     Raises:
         TypeError: if they are not two integers.
@@ -103,7 +104,7 @@ def require_shard(shard: Any, form: str) -> tuple[int, int]:
         first, last = form.split(", ")
         error = ValueError if is_pair else TypeError
         raise error(
-            f"shard must be two integers ({form}) with 0 <= {first} < {last}; got {shown(shard)}"
+            f"{name} must be two integers ({form}) with 0 <= {first} < {last}; got {shown(shard)}"
         )
     return number, n_shards
 

@@ -66,6 +66,18 @@ def test_statistics_match_numpy(tmp_path):
     np.testing.assert_allclose(z.variance, expected.reshape(len(rows), -1).var(0), atol=1e-12)
 
 
+@pytest.mark.parametrize("part", [(1, 1), (3, 3), (-1, 2), (0, 0)])
+def test_readers_are_counted_from_zero(tmp_path, part):
+    model, texts = model_and_texts()
+    store = harvest(model, texts, NAME, tmp_path, config=HarvestConfig(per_file=2))
+    for read in (store.statistics, lambda part: next(store.batches(7, part=part))):
+        with pytest.raises(ValueError, match=r"part must be .* 0 <= reader < readers"):
+            read(part=part)
+    n = len(store.files)
+    with pytest.raises(ValueError, match=rf"reader {n} has none of {n} files"):
+        store.statistics(part=(n, n + 1))
+
+
 def test_parts_are_put_together_in_any_order(tmp_path):
     model, texts = model_and_texts()
     store = harvest(model, texts, NAME, tmp_path, config=HarvestConfig(per_file=2))
