@@ -304,7 +304,8 @@ class Result(plots.Shown):
 
         All values are divided by the mean of target - base, so means and intervals belong to the
         ratio. A mean of the shares of single examples would depend most on the examples with nearly
-        equal runs.
+        equal runs. At a place that only some texts have, `mean` divides the mean effect on these
+        texts by the mean of target - base of these texts.
 
         Args:
             per_example: whether to divide the effects of each example by its own target - base
