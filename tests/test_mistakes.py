@@ -464,7 +464,7 @@ models.train(model, tokens, steps=2)                            | TypeError | Tr
 models.load('notes.json')                                       | ValueError | notes.json must be weights
 models.load('pydoc-4l', device_map='auto')                      | TypeError | use device=
 Pairs(TEXT, TEXT, 'a', 'b')                                     | TypeError | answers are one argument
-activation_patching(model, pairs, 'z', layers='all')            | ValueError | left out for all; got 'all'
+activation_patching(model, pairs, 'z', layers='all')            | TypeError | left out for all; got 'all'
 activation_patching(model, pairs, 'heads')                      | UnknownNameError | 'heads'; here it is 'z'
 edge_attribution(model, pairs, method='EAP-IG')                 | ValueError | did you mean 'eap_ig_inputs'
 circuits.top(graph, effects, 20)                                | ValueError | edge_attribution
@@ -592,6 +592,7 @@ Direction({}, None)                                             | TypeError | of
 Direction({}).scores(None)                                      | TypeError | values must be a cache.*None
 models.train_test_split(tokens[0], '0.5')                       | TypeError | fraction must be a number.*'0.5'
 spectral.randomized_svd(eye, 1, seed='a')                       | TypeError | seed must be a whole number .*'a'
+svd_targets(model, cache, '3')                                  | TypeError | layers must be a layer or a list.*'3'
 Mode(5)                                                         | TypeError | mode must be one of .*got 5
 compare_models(model, model)                                    | TypeError | texts must be one or several texts; got None
 compare_models(model, model, [TEXT], seed=None)                 | TypeError | seed must be a whole number .*None

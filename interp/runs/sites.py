@@ -412,8 +412,8 @@ def _some(what: str, known: Mapping[int, T], selected: Some) -> dict[int, T]:
         return dict(known)
     keys = [selected] if isinstance(selected, int) else selected
     require_kind(what, keys, Collection, "a number or a list of numbers")
-    if isinstance(keys, str) or not keys or not known.keys() >= set(keys):
-        raise ValueError(
-            f"{what} must be among {[*known]}, or left out for all; got {shown(selected)}"
-        )
+    is_text = isinstance(keys, str)
+    if is_text or not keys or not known.keys() >= set(keys):
+        error = TypeError if is_text else ValueError
+        raise error(f"{what} must be among {[*known]}, or left out for all; got {shown(selected)}")
     return {key: known[key] for key in keys}

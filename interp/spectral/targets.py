@@ -14,6 +14,7 @@ from hooks.base import (
     padding_messages,
     require_kind,
     require_room,
+    shown,
     to_device,
     wide_dtype,
     without_gradients,
@@ -155,6 +156,8 @@ def svd_targets(model: nn.Module, cache: ActivationCache, layers: Some = None) -
     names = _names(cache, ("scores", "pattern", "v"), 'mode="svd_targets"')
     wanted = names if layers is None else layers
     require_kind("layers", wanted, (int, Iterable), "a layer or a list of layers")
+    if isinstance(wanted, str):
+        raise TypeError(f"layers must be a layer or a list of layers; got {shown(wanted)}")
     chosen = [wanted] if isinstance(wanted, int) else [*wanted]
     if not chosen or not set(chosen) <= set(names):
         raise ValueError(f"layers must be one or more of {[*names]}; got {chosen}")
