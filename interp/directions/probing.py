@@ -369,6 +369,28 @@ def _results(
     return auroc, replace(auroc, values=control, counts=(half, half))
 
 
+def _scores(values: Any, vector: Any, offset: float) -> Any:
+    """Return numbers [row] in the order of `values @ vector + offset`.
+
+    Rows with equal values have equal numbers: two products that differ by no more than rounding
+    count as equal. A matrix product may round equal rows in different ways. A fit that finds
+    nothing has weights of the size of rounding, so the limit is at least 1e-9 of the labels' size.
+
+    Args:
+        values: the values, [row, d].
+        vector: the direction, [d].
+        offset: the offset.
+    """
+    products = values @ vector + offset
+    sizes = abs(values) @ abs(vector) + abs(offset)
+    rounding = 1e-9 * sizes.max(initial=1)
+    order = np.argsort(products, kind="stable")
+    is_larger = np.diff(products[order], prepend=-np.inf) > rounding
+    numbers = np.empty_like(products)
+    numbers[order] = np.cumsum(is_larger)
+    return numbers
+
+
 def _once(*columns: Any) -> Any:
     """Return a mask of rows that keeps one of several equal rows: the first."""
     first = np.zeros(len(columns[0]), bool)
@@ -446,7 +468,7 @@ class _Classifier:
             is_held_out = fold_of[rows.text] == fold
             vector, offset = self.fitted(values[~is_held_out], rows.label[~is_held_out])
             scored = is_held_out & once
-            strength = torch.from_numpy(values[scored] @ vector + offset)
+            strength = torch.from_numpy(_scores(values[scored], vector, offset))
             is_yes = torch.from_numpy(rows.label[scored] == 1)
             scores.append(area_under_curve(strength, is_yes))
         return scores

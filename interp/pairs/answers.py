@@ -29,6 +29,7 @@ from hooks.base import (
     all_to_device,
     at_least_float32,
     columns_of_last,
+    shown,
     to_device,
 )
 from interp.inputs.token_positions import short
@@ -51,11 +52,23 @@ class Continuations:
         tokens: the answers of each example: the right answer, or the right and the wrong answer.
         score: the name of the score of an answer.
         per_token: whether to divide the score of an answer by its number of tokens.
+
+    Raises:
+        ValueError: if the right and the wrong answer of an example are the same.
     """
 
     tokens: tuple[tuple[AnswerTokens, ...], ...]
     score: AnswerScore = "log_prob"
     per_token: bool = False
+
+    def __post_init__(self) -> None:
+        for number, answers in enumerate(self.tokens):
+            if len(answers) == 2 and answers[0] == answers[1]:
+                raise ValueError(
+                    f"right and wrong must be different answers; got {shown([*answers[0]])} for "
+                    f"both in example {number}: the metric would be 0 in every run (for a control, "
+                    "take another wrong answer)"
+                )
 
     @property
     def n_answers(self) -> int:

@@ -85,6 +85,40 @@ def test_one_group_in_each_fold_matches_scikit_learn():
     assert found.auroc.counts == (1, 1)
 
 
+@pytest.mark.parametrize("kind", ["logistic", "linear"])
+@pytest.mark.parametrize("seed", range(5))
+def test_texts_with_equal_values_are_ties(seed, kind):
+    """Texts of both kinds have the same values, as at `embed` if they end with the same word.
+
+    A product of the values may round equal rows differently. The reference is exact: it scores each
+    different value once.
+    """
+    linear = pytest.importorskip("sklearn.linear_model", reason="needs the extra probes")
+    from sklearn.metrics import roc_auc_score
+
+    draw = torch.Generator().manual_seed(seed)
+    words = torch.randn(3, 16, generator=draw)
+    numbers = torch.randint(3, (40,), generator=draw).numpy()
+    labels, groups = np.arange(40) < 20, np.array([n // 5 for n in range(20)] * 2)
+    contrast = Contrast(tokens(0, 20), tokens(20, 40), groups=[*groups])
+    options = dict(kind=kind, folds=4, draws=1)
+    found = probe(embedded(words[torch.from_numpy(numbers)]), contrast, "1", **options)
+    exact, expected = words.double().numpy(), []
+    for group in range(4):
+        out = groups == group
+        x = exact[numbers]
+        mean, spread = x[~out].mean(0), x[~out].std(0)
+        if kind == "logistic":
+            fit = linear.LogisticRegression(max_iter=1000).fit(
+                (x - mean)[~out] / spread, labels[~out]
+            )
+        else:
+            fit = linear.Ridge(1).fit((x - mean)[~out] / spread, 2 * labels[~out] - 1)
+        of_word = np.round((exact - mean) / spread @ fit.coef_.ravel(), 9)
+        expected.append(roc_auc_score(labels[out], of_word[numbers[out]]))
+    np.testing.assert_allclose(np.sort(found.auroc.values[0]), np.sort(expected), atol=1e-6)
+
+
 def test_folds_of_groups_are_drawn_from_the_seed():
     """The folds are made by hand: groups with both kinds first, then the others."""
     values, labels = shifted(13, 7, seed=2), np.arange(13) < 7

@@ -881,6 +881,16 @@ REFUSED = [
     (dict(answers=[torch.tensor([3, 1])] * 2), "one answer for each of 3 texts.*2 answers"),
     (dict(answers=[torch.tensor([[3], [1]])] * 3), "must be a tensor of tokens"),
     (dict(answers=[(torch.tensor([3, 1]), 2), 4, 4]), "right and a wrong answer.*1, 2"),
+    (
+        dict(
+            answers=[
+                (torch.tensor([3, 1]), 2),
+                (torch.tensor([5, 4]), torch.tensor([5, 4])),
+                (4, 6),
+            ]
+        ),
+        r"different.*\[5, 4\].*example 1",
+    ),
 ]
 
 
