@@ -40,11 +40,11 @@ class Receipt:
     hook: Hook
     point: Point
     calls: int = 0
+    beside: int = 0
     # After the first call, these are tensors on the device of the value. They become Python numbers
     # only when they are read, because the host must then wait for the device.
     _rows: Tensor | int = 0
     _largest: Tensor | float = 0.0
-    beside: int = 0
 
     @property
     def rows(self) -> int:
@@ -126,7 +126,8 @@ def _real_places(point: Point, shape: Sequence[int]) -> Tensor | None:
 class Receipts(list[Receipt]):
     """The receipts of a context, in the order of the hooks; printed on one line each.
 
-    >>> Receipts([Receipt(torch.neg_, Point("embed"), 1, 4, 2.5), Receipt(torch.exp_, Point("1"))])
+    >>> once = Receipt(torch.neg_, Point("embed"), calls=1, _rows=4, _largest=2.5)
+    >>> Receipts([once, Receipt(torch.exp_, Point("1"))])
     neg_ at embed: 1 call changed 4 rows by at most 2.5
     exp_ at 1: 0 calls changed 0 rows by at most 0
     """

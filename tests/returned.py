@@ -20,7 +20,7 @@ from tests.faces import MODULES, is_ours
 HELD = {"TokenMetric", "ViewBlock"}
 DETAILS = {
     *("Added", "AllBut", "AttachSettings", "AttachedContext", "BlockBranch", "BlockLayout"),
-    *("Bound", "Bounds", "Branch", "Content", "ContextAttention", "Continuations"),
+    *("Bound", "Bounds", "Branch", "Content", "Continuations"),
     *("DividedAttention", "Forward", "Frequencies", "FrozenRun", "InterchangeRuns"),
     *("LayerCache", "LazyValues", "Linear", "LogitTerms", "ModelIdentity", "Origin", "Piece"),
     *("Placement", "ReadsText", "Rule", "Selection", "Stack", "Stored", "StoredPairs"),
@@ -116,7 +116,7 @@ def public_values():
 def reached():
     """Return all classes that users reach and do not import, each with the paths to it."""
     public = [value for value, _ in public_values()]
-    waiting = public_values()
+    waiting = [*public_values()]
     paths = {}
     for value, path in waiting:
         is_made = any(value is other for other in public)

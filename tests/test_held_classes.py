@@ -24,12 +24,13 @@ from hooks import HookedRunner, HookError, Options
 from interp import edits, residual_stream, svd_targets
 from interp.directions import Contrast
 from interp.features import (
+    AffineMap,
+    ContextAttention,
     CrossLayerTranscoder,
     MatchingPursuit,
     TemporalDictionary,
     load_transcoders,
 )
-from interp.features.temporal import AffineMap, ContextAttention
 from interp.graph import Graph
 from interp.store import HarvestConfig, harvest
 from tests import small_llama

@@ -37,8 +37,11 @@ from jaxtyping import Int
 
 import models
 from hooks import ActivationCache, HookedRunner, Mode
-from interp import json_form
+from interp import Claim, json_form
+from interp.attribution_graphs import AttributionGraph
 from interp.cli import command
+from interp.diffing import ModelChange
+from interp.edits import Edit
 from interp.features.bundled import NAMES
 from interp.features.forms import CROSSCODERS, FORMS
 from interp.plots import Shown
@@ -62,6 +65,9 @@ OPERATORS = {
     *("__matmul__", "__neg__", "__or__", "__and__", "__lt__", "__bool__", "__float__"),
     *("__reversed__", "__invert__", "__setitem__", "__delitem__", "__array__"),
 }
+
+# Functions make these objects, from classes that every version may change.
+MADE_BY_FUNCTIONS = (ActivationCache, AttributionGraph, Claim, Edit, ModelChange)
 
 # The record shows the names of these types in place of the types.
 NAMED_TYPES = (
@@ -115,6 +121,8 @@ def argument(parameter, factories):
 def arguments(function, factories=()):
     """Return the arguments of a function and the type of its result.
 
+    Arguments with an underscore are left out: every version may change them.
+
     Args:
         function: the function.
         factories: for the constructor of a dataclass, the functions that make defaults, by field.
@@ -123,6 +131,8 @@ def arguments(function, factories=()):
     parts = []
     kind = None
     for parameter in signature.parameters.values():
+        if parameter.name.startswith("_"):
+            continue
         was_positional_only = kind is parameter.POSITIONAL_ONLY
         kind = parameter.kind
         if was_positional_only and kind is not parameter.POSITIONAL_ONLY:
@@ -167,8 +177,7 @@ def attributes(kind):
 
 def constructor(kind):
     """Yield the line of the constructor of a class, if the class has its own."""
-    # A run makes a cache, from classes that every version may change.
-    if kind is ActivationCache:
+    if kind in MADE_BY_FUNCTIONS:
         return
     if hasattr(kind, "_field_defaults"):
         yield f"    __new__{arguments(kind.__new__)}"
@@ -365,6 +374,43 @@ def recorded_classes():
 def test_each_attribute_of_a_recorded_class_has_a_type(kind):
     without = [line for line in members(kind) if "_empty" in line or line.strip().isidentifier()]
     assert not without
+
+
+PUBLIC_CLASSES = [kind for kind, _ in public_values() if inspect.isclass(kind) and is_ours(kind)]
+
+
+def without_details(type_):
+    """Return a type as text, with only the members of its unions that are stable or contain stable
+    types.
+    """
+    detail = rf"\b(?:{'|'.join(sorted(DETAILS))})\b"
+    return re.sub(rf"{detail} \| | \| (?:{detail}|None)", "", type_)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PUBLIC_CLASSES if [*constructor(kind)]])
+def test_each_argument_of_a_recorded_constructor_accepts_a_stable_value(kind):
+    (line,) = constructor(kind)
+    assert not {*re.findall(r"\w+", without_details(line))} & DETAILS
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PUBLIC_CLASSES if [*constructor(kind)]])
+def test_the_arguments_of_a_recorded_constructor_before_the_last_public_one_are_public(kind):
+    make = kind.__new__ if hasattr(kind, "_field_defaults") else kind.__init__
+    first, *parameters = inspect.signature(make).parameters.values()
+    assert first.name in ("self", "_cls")
+    named = [each for each in parameters if each.kind is not each.KEYWORD_ONLY]
+    are_private = [each.name.startswith("_") for each in named]
+    assert are_private == sorted(are_private)
+    for each in parameters:
+        assert not each.name.startswith("_") or each.default is not each.empty
+
+
+def test_the_page_names_the_classes_whose_constructors_are_not_recorded():
+    names = ", ".join(f"`{kind.__name__}`" for kind in MADE_BY_FUNCTIONS[:-1])
+    last = MADE_BY_FUNCTIONS[-1].__name__
+    page = (ROOT / "examples/guides/changes.md").read_text()
+    assert f"The constructors of {names} and `{last}` are not stable" in page
+    assert not [line for kind in MADE_BY_FUNCTIONS for line in constructor(kind)]
 
 
 def plain(value, shares=(0.5, 1), *, dtype=torch.float32, make=dict, **others):

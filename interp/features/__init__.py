@@ -39,11 +39,13 @@ from interp.features.saebench import for_saebench
 from interp.features.scaling import LatentScaling, latent_scaling
 from interp.features.scores import DictionaryScores
 from interp.features.splicing import splice
-from interp.features.temporal import TemporalDictionary
+from interp.features.temporal import AffineMap, ContextAttention, TemporalDictionary
 from interp.features.transcoders import Transcoders, TranscoderSet
 
 __all__ = [
+    "AffineMap",
     "BalancedAccuracy",
+    "ContextAttention",
     "CrossLayerTranscoder",
     "Crosscoder",
     "Dictionary",

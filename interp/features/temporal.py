@@ -46,6 +46,9 @@ class AffineMap:
     Attributes:
         W: the weights.
         b: the bias.
+
+    >>> AffineMap(torch.ones(3, 5), torch.zeros(5)).W.shape
+    torch.Size([3, 5])
     """
 
     W: Float[Tensor, "d_from d_to"]
@@ -77,6 +80,7 @@ class ContextAttention(nn.Module):
     b_K: Tensor
     b_V: Tensor
     b_O: Tensor
+    n_heads: int
 
     def __init__(
         self,

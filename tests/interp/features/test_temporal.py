@@ -12,6 +12,8 @@ from hooks import HookedRunner
 from interp import attribution_graph, edits
 from interp.alignment.featurizers import of_dictionary
 from interp.features import (
+    AffineMap,
+    ContextAttention,
     TemporalDictionary,
     TopK,
     evaluate_sae,
@@ -21,7 +23,6 @@ from interp.features import (
     splice,
 )
 from interp.features.splicing import placed
-from interp.features.temporal import AffineMap, ContextAttention
 from models import generate
 from tests.interp.features.fixtures import FIXTURES, changed
 from tests.shipped import pydoc
