@@ -30,8 +30,9 @@ class Receipt:
         hook: the hook.
         point: the point of the hook.
         calls: the number of calls of the hook.
-        beside: the number of further tensors in the output of the module. A hook gets and changes
-            only the first tensor.
+        beside: the number of tensors after the first in the output of the module. If the module
+            returns a tuple of three tensors, it is 2. A hook gets and changes only the first
+            tensor, and these other tensors stay as they were.
 
     >>> Receipt(lambda value, point: value * 2, Point("embed"))
     <lambda> at embed: 0 calls changed 0 rows by at most 0
@@ -124,7 +125,9 @@ def _real_places(point: Point, shape: Sequence[int]) -> Tensor | None:
 
 
 class Receipts(list[Receipt]):
-    """The receipts of a context, in the order of the hooks; printed on one line each.
+    """The receipts of all hooks of `runner.hooks(..., receipts=True)`: one for each hook and point.
+
+    They are in the order in which the hooks were given. Each receipt is printed on one line.
 
     >>> once = Receipt(torch.neg_, Point("embed"), calls=1, _rows=4, _largest=2.5)
     >>> Receipts([once, Receipt(torch.exp_, Point("1"))])

@@ -430,7 +430,11 @@ class _EndOfRun:
             session.after(end.module, partial(self._end, end))
 
     def _begin(self, args: Any, kwargs: Any) -> None:
-        """Store the names of the values that were recorded before a module runs."""
+        """Store the names of the values that are recorded before a module runs.
+
+        After the module, `_end` finds the values that were recorded inside it: all recorded values
+        except these.
+        """
         self._before = set(self._recorder.fired)
 
     def _end(self, end: EarlyEnd, output: Any) -> None:

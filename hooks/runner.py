@@ -490,9 +490,21 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
     def _request(
         self, names: Selector | None, mode: Mode | str | None, options: Options, lazy: bool = False
     ) -> Request:
-        """Return the chosen points, the points that a cached run may skip, and the options.
+        """Return the request for a cached run: its points, its optional points and its options.
+
+        An optional point may stay without a value in a run. Its value is then missing in the cache,
+        without an error. In a model with HookPoints, the points inside `OptionalPoints` are
+        optional; in any other model, all points are. A point that `names` contains as an exact name
+        is never optional.
+
+        Args:
+            names: the names of the points. Default: None, for the points of `mode`.
+            mode: the mode that chooses the points. Default: None, for `full` without names.
+            options: the positions, device, dtype and so on of the values.
+            lazy: whether the values are computed when they are read.
 
         Raises:
+            ValueError: if both `names` and `mode` are given.
             UnknownNameError: if the selector matches nothing.
             ModeError: if the model is in training mode, but a mode or a lazy run needs evaluation
                 mode.

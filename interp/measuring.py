@@ -361,7 +361,11 @@ def per_run(
 
 
 def has_batched_runs(metric: Metric) -> bool:
-    """Return True if `per_run` computes a metric for all runs at once."""
+    """Return True if one call computes the metric for several runs of a batch.
+
+    This is true for the metrics of `interp.metrics`. Any other function is called once for each
+    run; see `per_run` in this file.
+    """
     return isinstance(metric, TokenMetric)
 
 

@@ -66,32 +66,51 @@ class Adapter(Protocol):
 
 
 class LanguageModel(Protocol):
-    """The parts of a model that analyses use. `models.Transformer` has all of them.
+    """The parts of a model that analyses use. `models.Transformer` has all of them, and
+    `models.attach` finds them in other models.
 
-    Your own model needs only the parts that the analysis uses. Weights multiply row vectors,
-    `x @ W`. Several heads may share the key and value weights of one `kv_head`.
+    Your own model needs only the parts that the analysis uses; an error names a missing part.
+    Weights multiply row vectors, `x @ W`. Several heads may share the key and value weights of one
+    `kv_head`.
 
-    A graph (`interp.graph`, circuits) also needs blocks that declare their `branches` (see
-    `models.block.Branch`): attention, and then the MLP if there is one. Each branch adds
-    `added(after(sublayer(norm(stream))))` to the stream. It reads the stream at the point `reads`,
-    before or after the output of attention is added; `added` is a point too. A branch may state its
-    `kind`: `attn`, `mlp`, or `mixer` for another sublayer that moves information between positions.
-    `interp.graph.sublayers` lists the parts of branches and sublayers with their types.
+    Some analyses, such as circuits, build a graph of the model (`interp.graph`). They also need
+    `branches` of each block: a sequence with attention and then the MLP, if there is one. Each
+    branch computes a vector that is added to the residual stream:
 
-    A mixer, and a `sublayer` of attention without `project`, is one node of a graph, and is called
-    as `sublayer(x, context)`. Without `W_O`, it has a tensor `weight`, whose dtype and device are
+        added(after(sublayer(norm(stream))))
+
+    Make branches with the class `models.block.Branch`, or with another class that has its methods.
+    They have these attributes:
+
+    - `reads`: the hook point of the stream that the branch reads. For the MLP, it is before or
+      after the point where the output of attention is added.
+    - `norm` and `after`: the norms before and after the sublayer.
+    - `sublayer`: attention, the MLP, or a mixer. A mixer is another module that moves information
+      between positions.
+    - `added`: the hook point of the vector that is added to the stream.
+    - `joined`: None. A graph is impossible if the sum of the stream and the vector is normalized.
+    - `kind`: `attn`, `mlp` or `mixer`. It can be left out: then the first branch is attention, and
+      the others are MLPs.
+
+    A norm is an identity, or a LayerNorm or RMSNorm with a hook point `scale`, the number that it
+    divides by. Its `weight` is the gain and its `bias` is the bias; both may be None. A norm of
+    another class than PyTorch's also needs `centres`, which is True if the norm subtracts the mean.
+
+    Attention is divided into heads if it has two methods:
+
+    - `project(x)` returns the queries, keys and values of each head. They are linear in `x`, by
+      `W_Q`, `b_Q` and so on.
+    - `mix(q, k, v, context)` returns the output of attention, through a hook point `z` and with
+      `W_O` and `b_O`. So `sublayer(x, context)` equals `mix(*project(x), context)`.
+
+    Attention without `project`, and a mixer, is a single node of the graph. It is called as
+    `sublayer(x, context)`. Without `W_O`, it needs a tensor `weight`, from which the graph learns
     the dtype and the device of the block.
 
-    The `sublayer` of attention with separate heads is `mix(*project(x), context)`. `project`
-    returns the queries, keys and values of each head, which are linear in `x`, by `W_Q`, `b_Q` and
-    so on. `mix` computes the output of attention from them, through a point `z` and with `W_O` and
-    `b_O`. A norm is an identity, or a LayerNorm or RMSNorm with a point `scale`, the number that it
-    divides by. Norms that are not PyTorch's classes need `centres`, which is True if the norm
-    subtracts the mean. `weight` and `bias` are the gain and the bias of a norm, or None.
-
-    A sublayer may have an `adapter` (`Adapter`). The weights of the sublayer then contain the
-    adapter. Sums of components separate it: they use `adapter.base()` for heads and neurons, and
-    `adapter.share(x)` as a part of its own. For an MLP, x is the value of its point `post`.
+    A sublayer may have an `adapter` (see `Adapter`), such as a LoRA adapter. The weights of the
+    sublayer then contain the adapter. Sums of components show the adapter as a separate part: they
+    take heads and neurons from `adapter.base()`, and the new part from `adapter.share(x)`. For an
+    MLP, x is the value of its point `post`.
 
     Attributes:
         config: the sizes of the model.

@@ -144,9 +144,10 @@ class Piece:
         return self._columns[axis]
 
     def mask_of(self, rows: int, size: int) -> KeyMask | None:
-        """Return the mask [batch, column] of the columns of the piece itself.
+        """Return the mask of real tokens in the columns of this piece only, [rows, size].
 
-        The result is None if the mask is unknown, or belongs to another batch.
+        Unlike `real`, it leaves out the columns before the piece. The result is None if the mask is
+        unknown, or belongs to another batch.
 
         Args:
             rows: the number of texts in the batch.
@@ -222,12 +223,14 @@ _moved = Scoped("moved prompts", 0)
 def position_offset(
     column: int | None, real: KeyMask | None = None
 ) -> AbstractContextManager[None]:
-    """Return a context manager inside which runs read a piece of their texts, from a column on.
+    """Return a context manager that tells edits which columns of the texts a run reads.
 
-    Edits count positions from the start of the text, and negative positions from its last real
-    token. So code that runs a model on a piece, or on texts with padding, must enter this context.
-    `models.Transformer` and attached models enter it themselves if they are called with a cache or
-    a mask.
+    An edit such as `edits.zero(pos=6)` counts positions from the start of the text, and negative
+    positions from its last real token. A run may read only a piece of a text: a step of a
+    generation reads only the newest token. Inside this context, the first column of each value is
+    column `column` of the text. So code that runs a model on a piece, or on texts with padding,
+    must enter this context. `models.Transformer` and attached models enter it themselves if they
+    are called with a cache or a mask.
 
     Args:
         column: the first column of the piece, counting padding. Default: None, for whole texts.

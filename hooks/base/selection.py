@@ -159,12 +159,15 @@ def all_but(*places: SupportsIndex) -> AllBut:
 class Selection:
     """Places along an axis.
 
-    Negative places count from the end. Along positions they count from the last real token of each
-    text.
+    Along most axes, an index means the same as in Python: -1 is the last place. Along positions of
+    texts with padding, these rules hold:
 
-    Positions from 0 on count columns, including padding, and a position at padding raises an error.
-    A slice with a negative end selects only the real tokens between its ends. Any other slice
-    selects padding too, except in the methods `read` and `inside`, which skip padding.
+    - A number from 0 on is a column of the padded batch. It raises an error if the text has padding
+      in this column. (`Text.at` differs: there 0 is the first real token of each text.)
+    - A negative number counts from the last real token of each text.
+    - A slice with a negative end, such as `slice(-3, None)`, selects only real tokens.
+    - A slice without a negative end, such as `slice(0, 4)`, selects all its columns, also columns
+      with padding. The methods `read` and `inside` then leave out the columns with padding.
 
     Attributes:
         index: the places, as Python integers, slices and lists.
@@ -388,7 +391,12 @@ class Selection:
     def inside(self, real: Bool[Tensor, "batch pos"], what: str) -> Bool[Tensor, "batch pos"]:
         """Return a mask that is True at the selected real tokens.
 
-        `real` is True at real tokens. For errors see `rows`.
+        Args:
+            real: True at real tokens.
+            what: the name of the positions, for errors.
+
+        Raises:
+            SelectionError: for the reasons of `rows`.
         """
         rows = self.rows(real.shape[1], what, batch=len(real), real=real_columns(real))
         chosen = torch.zeros_like(real)

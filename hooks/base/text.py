@@ -206,7 +206,8 @@ class Text(HintsAtNames):
 
         Args:
             pos: the positions, the same for all texts. Position 0 is the first real token of each
-                text. None selects all real tokens.
+                text, and -1 is the last. Padding is not counted: in edits and caches, unlike here,
+                positions from 0 on count columns of the batch. None selects all real tokens.
 
         Raises:
             ValueError: if `pos` is not the same for all texts.

@@ -76,7 +76,16 @@ def why(
 
 
 def _labelled(run: FrozenRun, nodes: Sequence[Node], names: set[str]) -> dict[str, str]:
-    """Return a label for each source whose name is among `names`."""
+    """Return the labels of some sources of the graph, by the id of their nodes.
+
+    The label of a feature lists the tokens whose logits it raises most, such as `raises def class`.
+    Any other source, such as an embedding, has the label of its node.
+
+    Args:
+        run: the run.
+        nodes: the nodes of the graph, the sources first.
+        names: the ids of the nodes. Nodes that are not sources get no label.
+    """
     chosen = {
         node.id: place for place, node in enumerate(nodes[: run.n_sources]) if node.id in names
     }

@@ -69,8 +69,8 @@ class FrozenRun:
         transcoders: transcoders by `blocks.L.mlp_out`, a single transcoder with a known point, or a
             cross-layer transcoder. Each transcoder must read `blocks.L.ln2.normalized`, or the
             stream before that norm.
-        first: the first position with features. At earlier positions, the whole output of an MLP
-            is an error. Default: 0.
+        first: the first position with features. At earlier positions no feature is active, so the
+            output of an MLP is an error, except for its constants. Default: 0.
         answers: the tokens of one answer or of two different answers that continue the text. The
             run then reads the text and all tokens of each answer except the last. The positions
             are the positions of the text, then of the first answer, then of the second answer.
@@ -234,8 +234,14 @@ class FrozenRun:
     def _explain_features(
         self, n: int, first: int
     ) -> tuple[Int[Tensor, " active"], Int[Tensor, " active"], Float[Tensor, " active"]]:
-        """Subtract the outputs of a layer's features from the errors of this layer and of later
-        layers.
+        """Compute the active features of a layer, and subtract their outputs from the errors.
+
+        A cross-layer transcoder writes to later layers too, so the errors of these layers change as
+        well.
+
+        Args:
+            n: the layer.
+            first: the first position that has features. At earlier positions, features count as 0.
 
         Returns:
             The position, the index and the value of each active feature.

@@ -429,7 +429,15 @@ class Claim(plots.Shown):
         return Verdict(self.says, self._about(trial, identity, usable), tuple(tests))
 
     def _given(self, model: nn.Module, fresh: Pairs | None) -> Pairs | None:
-        """Return the pairs for the tests, before copies of the claim's pairs are left out."""
+        """Return the pairs on which the claim is tested: `fresh`, or else the claim's test pairs.
+
+        The result is None if there are neither. It may still contain copies of the pairs on which
+        the claim was found; `_unseen` leaves them out.
+
+        Args:
+            model: the tested model.
+            fresh: the pairs from the user; None for the test pairs that the claim stores.
+        """
         if fresh is not None:
             stored = StoredPairs.of("fresh", fresh, model)
             _require_corrupted(self.content, fresh=stored)
@@ -463,7 +471,15 @@ class Claim(plots.Shown):
         return pairs[rows] if rows else None
 
     def _tests_of_model(self, identity: ModelIdentity, on: str | None) -> list[Test]:
-        """Return the test that the model has the hashes of the claim, unless another is asked."""
+        """Return the test that the tested model is the model of the claim, in a list.
+
+        The test compares the hashes of the two models. With `on="another model"`, the user tests
+        another model on purpose, and the list is empty.
+
+        Args:
+            identity: the hashes of the tested model.
+            on: `another model`, or None.
+        """
         if on == "another model":
             return []
         if identity.is_same(self.model):

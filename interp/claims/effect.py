@@ -133,7 +133,12 @@ class EffectContent(Content):
             yield
 
     def _measured(self, trial: Trial) -> list[Test]:
-        """Return the tests that replace values."""
+        """Run the tests that give the head or feature other values, and return their results.
+
+        The tests are, in order: values of the corrupted texts, ablations (zeros, the mean, and
+        values of other texts), the reversed direction, a paraphrase if there is one, and the same
+        replacement at random other heads or features.
+        """
         own = (self.point, self.index)
         clean = _Replaced(trial, self.axis, "noising")
         others = self._others(trial, clean)

@@ -34,11 +34,12 @@ class DifferenceLens(plots.Shown):
     """Logits that a mean difference and control directions promote.
 
     A final norm removes the size of a direction, so tokens of directions of any size can be
-    compared. Sizes are in `sizes`.
+    compared. Sizes are in `sizes`. In all tensors, row i belongs to the direction `rows[i]`.
 
     Attributes:
         name: the point of the values.
-        rows: the names of the directions. The first is `difference`.
+        rows: the names of the directions. The first is `difference`, the mean difference. The
+            others are control directions, such as `random 0`.
         vectors: the directions.
         logits: the logits of each direction, read by the final norm and the unembedding of the
             tuned model.
@@ -81,10 +82,14 @@ class DifferenceLens(plots.Shown):
         return self.logits.topk(min(k, self.logits.shape[-1])).indices
 
     def rank(self, tokens: Any) -> Int[Tensor, "row _token"]:
-        """Return the rank of each token in each direction: the number of tokens with larger logits.
+        """Return the rank of each token for each direction: the number of tokens to which the
+        direction gives a larger logit. Rank 0 is the token that the direction promotes most.
 
         Args:
             tokens: tokens, or texts of one token each.
+
+        Returns:
+            The ranks: a row for each direction in `rows`, and a column for each token.
 
         Raises:
             ValueError: if a text is several tokens, or a token is not in the vocabulary.

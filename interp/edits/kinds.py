@@ -252,10 +252,12 @@ def _averaged(
     axes: tuple[str, ...],
     has_own_mask: bool,
 ) -> Tensor:
-    """Return the mean of the source's values of real tokens.
+    """Return the new value of a region for `mean`: a mean of the source's values at real tokens.
 
     Args:
-        region, value, place: see `Change`.
+        region: the value of the edited run in the region.
+        value: the value of the source in the region.
+        place: the region: the point, the axes, and the places along each axis.
         source: the source.
         axes: the axes along which values are averaged.
         has_own_mask: whether the user has passed the mask of the source.

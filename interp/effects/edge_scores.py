@@ -296,13 +296,14 @@ class EdgeScores:
     def _values(
         self, graph: Graph, values: Mapping[str, Tensor], columns: Tensor, part: _Part
     ) -> dict[nn.Module, Tensor]:
-        """Return the values of a run by point, at some positions of some texts.
+        """Return the values of a run by point, at the positions of one part.
 
         Args:
             graph: the graph of the model of the run.
             values: the values of whole texts, by the name of the point.
-            columns: the columns of all positions of all texts.
-            part: the positions.
+            columns: the columns [text, n] of all changed positions of all texts in this run.
+            part: the rows of `values` to return, and the changed positions to return: numbers
+                between 0 and n.
         """
         points = zip(graph.points, graph.needed, strict=True)
         return {point: self._here(values[name], columns, part) for point, name in points}

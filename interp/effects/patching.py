@@ -61,13 +61,14 @@ def activation_patching(
             layer has, such as `resid_pre`, `z` or `mlp.pre`.
         over: the axes of the result: `layer`, and any of `pos`, `span`, `head`, `neuron`, `query`
             and `key` that the site has. Default: `layer`, and `head` if the site has heads,
-            otherwise `pos`. Without `layer`, each patch changes all layers at once: `over="head"`
+            otherwise `pos`. If the pairs have spans, the default is `layer` and `span`, or `layer`,
+            `head` and `span`. Without `layer`, each patch changes all layers at once: `over="head"`
             patches head 3 of every layer together, and the result prints "head 3 of all 4 layers".
-            Most people need `over=["layer", "head"]`. Positions are columns. The effect of a text
-            is 0 where its column is padding, and means over examples leave it out; see `exists` of
-            `Result`. For texts of unequal length, `span` compares positions with the same meaning.
-            If the pairs have spans, `span` replaces `pos` in the default, and follows `head`. If
-            the clean and the corrupted text of a pair have unequal lengths, `span` is needed.
+            Most people need `over=["layer", "head"]`. Index i of `pos` is column i of the padded
+            batch. The effect of a text is 0 where its column is padding, and means over examples
+            leave it out; see `exists` of `Result`. For texts of unequal length, `span` compares
+            positions with the same meaning. If the clean and the corrupted text of a pair have
+            unequal lengths, `span` is needed.
         direction: `denoising` edits the corrupted run, `noising` edits the clean run. It is not
             used with `edit`.
         edit: an edit, such as `edits.mean(cache)`, that is made at each place of the clean run

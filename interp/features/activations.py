@@ -42,7 +42,7 @@ class JumpReLU(nn.Module):
         return JumpReLU(self.threshold * by, self.relu)
 
     def forward(self, pre: FeatureValues) -> FeatureValues:
-        """Return the features."""
+        """Return the pre-activations above the threshold, and 0 elsewhere."""
         return (pre.relu() if self.relu else pre) * (pre > self.threshold)
 
 
@@ -80,7 +80,7 @@ class TopK(nn.Module):
         return largest.relu() if self.relu else largest, numbers
 
     def forward(self, pre: FeatureValues) -> FeatureValues:
-        """Return the features."""
+        """Return the `k` largest pre-activations of each row, and 0 elsewhere."""
         values, numbers = self.top(pre)
         return torch.zeros_like(pre).scatter(-1, numbers, values)
 
@@ -88,10 +88,11 @@ class TopK(nn.Module):
 class GroupMax(nn.Module):
     """The largest positive value in each of `k` groups of neighbouring features, and 0 elsewhere.
 
-    The library sparsify trains dictionaries with this nonlinearity.
+    At most `k` features are active at each position. The library sparsify trains dictionaries with
+    this nonlinearity.
 
     Args:
-        k: the number of groups.
+        k: the number of groups, which divides the number of features.
 
     >>> GroupMax(2)(torch.tensor([3.0, 0.5, -2.0, 1.0]))  # two groups of two features
     tensor([3., 0., 0., 1.])
@@ -108,7 +109,7 @@ class GroupMax(nn.Module):
         return f"k={self.k}"
 
     def forward(self, pre: FeatureValues) -> FeatureValues:
-        """Return the features."""
+        """Return the largest pre-activation of each group if it is positive, and 0 elsewhere."""
         groups = pre.relu().unflatten(-1, (self.k, -1))
         values, numbers = groups.max(-1, keepdim=True)
         return torch.zeros_like(groups).scatter(-1, numbers, values).flatten(-2)
@@ -152,5 +153,5 @@ class Gated(nn.Module):
         return Gated(self.b_gate * by, self.r_mag, self.b_mag * by)
 
     def forward(self, pre: FeatureValues) -> FeatureValues:
-        """Return the features."""
+        """Return the magnitudes of the features whose gate is open, and 0 for the others."""
         return (pre * self.r_mag.exp() + self.b_mag).relu() * (pre + self.b_gate > 0)

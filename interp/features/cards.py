@@ -330,8 +330,9 @@ def feature_cards(
         texts: the texts. They are read once.
         features: the indices of the features.
         k: the number of examples, tokens and neighbours on each card. Default: 8.
-        pos: the positions of each text that count. In the examples, the value at
-            all other positions is 0. Default: all positions.
+        pos: the positions of each text that count. Position 0 is the first token that is not
+            padding, and negative positions count from the last. In the examples, the value at all
+            other positions is 0. Default: all positions.
         batch: the number of texts in a batch. Default: 16.
         progress: whether to show a progress bar after two seconds. Default: True.
 

@@ -86,7 +86,8 @@ def purity(
         point: a point with the axes batch, pos and one more, such as `blocks.1.resid_post.features`
             or `blocks.1.mlp.post`.
         k: the number of positions that count. Default: 20.
-        pos: the positions of each text that are read. Default: all positions.
+        pos: the positions of each text that are read. Position 0 is the first token that is not
+            padding, and negative positions count from the last. Default: all positions.
         batch: the number of texts in a batch. Default: 16.
         progress: whether to show a progress bar after two seconds. Default: True.
 

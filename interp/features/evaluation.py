@@ -67,9 +67,10 @@ def evaluate_sae(
             have no loss.
         pos: the positions of each text whose values are replaced. The explained variance, L0 and
             the density are over these positions; the losses and the KL are always means over all
-            positions of a text. All other positions keep the values of the model. `slice(1, None)`
-            leaves out the first token, whose stream is many times longer in most models. Default:
-            all positions.
+            positions of a text. All other positions keep the values of the model. Position 0 is the
+            first token that is not padding, and negative positions count from the last, so
+            `slice(1, None)` leaves out the first token, whose stream is many times longer in most
+            models. Default: all positions.
         batch: the number of texts in a batch. Default: 16.
         progress: whether to show a progress bar after two seconds. Default: True.
 

@@ -39,7 +39,8 @@ def crosscoder_cards(
         point: the point that all members read. Default: the points in the files.
         features: the indices of the features.
         k: the number of examples, tokens and neighbours on each card. Default: 8.
-        pos: the positions of each text that count. Default: all positions.
+        pos: the positions of each text that count. Position 0 is the first token that is not
+            padding, and negative positions count from the last. Default: all positions.
         batch: the number of texts in a batch. Default: 16.
         progress: whether to show a progress bar after two seconds. Default: True.
 

@@ -133,7 +133,8 @@ def member_values(
         crosscoder: the crosscoder.
         texts: the texts. Padding is left out.
         point: the point that all members read. Default: the points in the files.
-        pos: the positions of each text that are read. Default: all positions.
+        pos: the positions of each text that are read. Position 0 is the first token that is not
+            padding, and negative positions count from the last. Default: all positions.
         batch: the number of texts in a batch. Default: 16.
 
     Yields:

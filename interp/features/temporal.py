@@ -124,21 +124,24 @@ class TemporalDictionary(Dictionary):
     """A dictionary that predicts a part of each vector from earlier positions, and whose features
     encode the rest.
 
-    It reads whole texts, [batch pos d_in]. Padding does not affect the result: a text has the same
-    features in a batch as alone. In a run of a model, the padding of the texts is known. In other
-    calls, give the mask: `dictionary.encode(x, mask)`.
+    `load_sae` loads published dictionaries of this kind. A dictionary reads whole texts,
+    [batch pos d_in]. Padding does not affect the result: a text has the same features in a batch as
+    alone. In a run of a model, the padding of the texts is known. In other calls, give the mask:
+    `dictionary.encode(x, mask)`.
 
     Args:
         W_enc: the encoder of codes and features, [d_in feature].
         W_dec: the decoder, [feature d_in].
         b_dec: the bias of the output.
         activation: the nonlinearity of the features.
-        attention: the layers that predict.
+        attention: the layers that predict, each a `ContextAttention`. This class and `AffineMap`,
+            its weights, are in the file of this class, `interp.features.temporal`.
         eps: the number that is added to the length of a predicted vector before the division by
             this length. Default: 1e-6.
         subtracts_b_dec, settings: see `Dictionary`. The settings are `norm` and the keywords of
             `DictionaryOrigin`.
 
+    >>> from interp.features.temporal import AffineMap, ContextAttention
     >>> eye, zero = torch.eye(2), torch.zeros(2)
     >>> same = AffineMap(eye, zero)
     >>> dictionary = TemporalDictionary(

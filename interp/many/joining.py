@@ -213,7 +213,16 @@ def _cat(metrics: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _groups(outcomes: Sequence[Outcome], values: Tensor) -> tuple[int, ...] | None:
-    """Return the number of each example's text, so that copies in different parts agree."""
+    """Return for each example the number of its text, over all parts.
+
+    Two examples with the same text have the same number, also if they are in different parts. So
+    intervals count the text once. The result is None if all texts are different, or if the
+    analysis does not compare texts.
+
+    Args:
+        outcomes: the outcomes of the parts.
+        values: the effects of all parts, [..., example].
+    """
     digests: list[str] = []
     for outcome in outcomes:
         if outcome.digests is None:

@@ -128,7 +128,8 @@ def max_activating(
         neuron: the number of a neuron, for a point with neurons.
         feature: the number of a feature of a dictionary, for its point inside `splice`.
         vector: a direction along the last axis that is left after head and neuron are selected.
-        pos: the positions of each text that are searched. Default: all positions.
+        pos: the positions of each text that are searched. Position 0 is the first token that is not
+            padding, and negative positions count from the last. Default: all positions.
         k: the number of positions to return. Default: 10.
         batch: the number of texts that are read together. Default: 16.
         progress: whether to show a progress bar after two seconds.

@@ -135,10 +135,13 @@ class Gradients:
                 self._router.receive = None
 
     def is_flat(self) -> bool:
-        """Return True if the last backward pass began with a gradient of 0 at all logits.
+        """Return True if the gradient of the metric is 0 at all logits of the run.
 
-        Values as small as rounding errors count as 0. The result is False if the metric does not
-        depend on the logits.
+        The metric is then, for example, at a minimum or a maximum, and the gradients at all points
+        are only rounding. Gradients as small as rounding errors count as 0.
+
+        The result is False before the first backward pass. It is also False if the metric is not
+        computed from the logits at all, because no gradient then reaches the logits.
         """
         steepest = self._router.steepest
         if steepest is None:

@@ -104,12 +104,14 @@ class PathEdits:
         return self.cache[self.graph.names[point]]
 
     def replaced(self, point: nn.Module, value: Tensor, **where: Any) -> dict[str, edits.Edit]:
-        """Return an edit that replaces the value of a point, by the name of the point.
+        """Return an edit that replaces the value of a point: a dict from the point's name to it.
+
+        The edit changes only the positions that may differ between the two runs, `later`.
 
         Args:
             point: the point.
-            value: the new value.
-            where: the place, by axis.
+            value: the new value of the whole point.
+            where: the places that are replaced, by axis, such as `head=[3, 5]`. Default: all.
         """
         return {self.graph.names[point]: edits.replace(value, pos=self.later, **where)}
 

@@ -36,10 +36,12 @@ class SVD:
         vh: right singular vectors, the rows.
         next_value: the singular value after the last one in `s`; 0 if there is none.
         tolerance: the possible error of a singular value, or of the difference of two singular
-            values. For a full decomposition it is the rounding max(rows, columns) * eps of the
-            input's dtype * s[0], as in numpy's `matrix_rank`. For a randomised decomposition of the
-            top k it is at least the Frobenius norm of `A v - s u` over the first k + 1 computed
-            vectors. The error of angles is tolerance / gap (Wedin 1972).
+            values, in the matrix's unit. For a full decomposition it is the rounding error
+            `max(rows, columns) * eps * s[0]`, as in numpy's `matrix_rank`, with the `eps` of the
+            input's dtype. For the top k of `randomized_svd` it is the residual, if this is larger:
+            the Frobenius norm of the matrix `A @ V - U * s`, where U, V and s are the first k + 1
+            computed vectors and values of the matrix A. Such an error can turn the space of the top
+            k vectors by an angle of `tolerance / (s[k - 1] - s[k])` in radians (Wedin 1972).
 
     >>> svd(torch.tensor([[3.0, 0.0], [0.0, 0.0]]))
     SVD of [2, 2]: 2 singular values, 3, 0
@@ -146,22 +148,31 @@ def randomized_svd(
     seed: int = 0,
     name: str = "matrices",
 ) -> SVD:
-    """Return the `k` largest singular values of each matrix and their vectors, in float64, by
-    subspace iteration from a random start.
+    """Return the `k` largest singular values of each matrix and their vectors, in float64,
+    approximately.
 
-    See Halko, Martinsson & Tropp 2011, "Finding structure with randomness", algorithms 4.4 and 5.1.
-    Apart from rounding, the singular values are not above the true values. For k above 1 the
-    expected error of each value is at most
-    `(1 + sqrt(k / (p - 1)) + e sqrt(k + p) / p * sqrt(min(rows, columns) - k)) ** (1 / (2 q + 1))`
-    times the true singular value k + 1, with p = `oversample` and q = `iterations` (corollary
-    10.10). Usually the error is much smaller. With the defaults, for matrices of 64 to 512 rows, it
-    is at most 1e-5 of the true value if value i is proportional to 1 / i, and 0.1 of the true value
-    if values hardly fall (noise). The result is exact up to rounding if the rank is at most k + p.
+    `randomized_svd` is faster than `svd` for matrices with at least about 64 rows and columns (CPU,
+    k = 8). The method is subspace iteration from a random start (Halko, Martinsson & Tropp 2011,
+    "Finding structure with randomness", algorithms 4.4 and 5.1).
+
+    The singular values have these errors:
+
+    - If the rank is at most `k + oversample`, the result is exact up to rounding.
+    - Otherwise the values may be too small, but apart from rounding they are never too large. With
+      the defaults, for matrices of 64 to 512 rows, the error is at most 1e-5 of the true value if
+      value i is proportional to 1 / i, and 0.1 of the true value if values hardly fall (noise).
+
+    For k above 1, theory bounds the expected error (corollary 10.10): it is at most a factor times
+    the largest true singular value that is not returned. Usually the error is much smaller. The
+    factor is this number to the power of `1 / (2 * iterations + 1)`:
+
+        1 + sqrt(k / (oversample - 1))
+          + 2.72 * sqrt(k + oversample) / oversample * sqrt(min(rows, columns) - k)
+
     Vectors are less exact than values. For noise, the space of the top k may be 30 degrees or more
     from the true space. The attribute `tolerance` of the result, the possible error of a singular
     value, is then large, and functions that compare such spaces, for example `subspace_angles`,
-    return NaN. `randomized_svd` is faster than `svd` for matrices with at least about 64 rows and
-    columns (CPU, k = 8).
+    return NaN.
 
     Args:
         matrices: finite numbers.

@@ -56,10 +56,11 @@ def harvest(
     """Write the values of points at every token of many texts to disk, and return the store.
 
     The same call can be repeated at any time, for example after a full disk. A repeated call writes
-    only the files that are missing or damaged. With more texts, the store grows if its last file is
-    full: if the number of its texts is a multiple of `per_file`. With fewer texts than a complete
-    store has, an error is raised. If a value was not finite in the dtype of the store, the same
-    call with another dtype removes the old files and begins again.
+    only the files that are missing or damaged. With more texts, the store grows. This is possible
+    only if its last file is full, that is, if the number of its texts is a multiple of `per_file`;
+    otherwise the call raises a ValueError. Fewer texts than a complete store has raise a ValueError
+    too. If a value was not finite in the dtype of the store, the same call with another dtype
+    removes the old files and begins again.
 
     The values do not depend on the number of jobs. On processors of one kind with the same number
     of threads, they are equal bit for bit.
@@ -294,14 +295,15 @@ def _require_facts(
 def finish(
     manifest: Mapping[str, Any], folder: Folder, shard: tuple[int, int], end: Mapping[str, Any]
 ) -> None:
-    """Write the facts of a finished job, and the manifest with all files after the last job.
+    """Write the list of the files of a finished job. If all jobs have finished, write the manifest
+    with the files of all jobs too.
 
     Args:
         manifest: the manifest of the store.
         folder: the folder of the store.
         shard: the number of the job and the number of jobs.
-        end: the numbers of files and of texts of the whole harvest, and the facts of the files of
-            this job.
+        end: the number of files and the number of texts of the whole harvest, and a record of each
+            file of this job: its texts, shapes and checksums.
 
     Raises:
         ValueError: if other jobs had another number of texts, or if the store contains more texts.

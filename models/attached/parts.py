@@ -258,11 +258,15 @@ def _by_small_input(
     gains: Sequence[Tensor | float],
     shift: Tensor | float,
 ) -> TracedNorm:
-    """Return the norm with the right `eps`, from the outputs of the module for small inputs.
+    """Return the norm with the right `eps`: the norm that predicts the module's outputs for small
+    inputs.
 
-    For usual inputs, rounding hides a small number that is added to the mean square. So the inputs
-    have the possible numbers as their mean squares. If no copy of the module runs, the result is
-    the first norm, whose `eps` is the likeliest.
+    A norm divides by `sqrt(mean square + eps)`. For usual inputs the mean square is much larger
+    than `eps`, so norms with different `eps` have the same output up to rounding. Therefore a copy
+    of the module runs on the input times small factors. There is one factor for each candidate
+    `eps` above 0; it makes the mean square of the input about as large as this `eps`. The norm
+    whose output is closest to the output of the copy is returned. If the copy cannot run, the first
+    norm is returned, whose `eps` is the likeliest.
 
     Args:
         module: the module.

@@ -450,11 +450,14 @@ class Undivided(ValueError):
 
 
 def _undivided(recorded: RecordedBlock, added: Summand) -> tuple["ViewSublayer", nn.Module]:
-    """Return a sublayer that is not divided, and the norm before it.
+    """Return a sublayer as a single part, and the norm before it.
+
+    Such a sublayer is not divided into heads: it maps the stream to the vector that it adds, and
+    its queries, keys and values are unknown. It is a mixer, or attention that cannot be divided.
 
     Args:
-        recorded: the block.
-        added: the term of the sublayer.
+        recorded: the block, as recorded in one run.
+        added: the output of the sublayer, which is added to the stream.
 
     Raises:
         ValueError: if no modules lead from the stream to the term.

@@ -283,21 +283,25 @@ def row_losses(model: Transformer, rows: Int[Tensor, "batch pos"]) -> Float[Tens
 def train_test_split(
     tokens: Int[Tensor, "text ..."], fraction: float = 0.9
 ) -> tuple[Int[Tensor, "training ..."], Int[Tensor, "validation ..."]]:
-    """Return two parts of a text: for training and for validation.
+    """Divide tokens into a first part for training and a second part for validation.
 
     Args:
-        tokens: a text [pos], or walks [walk, pos], which are many texts of equal length.
+        tokens: one long text [pos], or many short texts of equal length [walk, pos], such as random
+            walks on a graph.
         fraction: the share of the first part, which is for training.
 
     Returns:
         The first part and the second part, with the axes of `tokens`. They share memory with
-        `tokens`. Walks are not divided.
+        `tokens`. A single text is divided at a position. Of many texts, the first texts are for
+        training, and each text stays whole.
 
     Raises:
         ValueError: if one of the two parts would be empty.
 
     >>> [part.tolist() for part in train_test_split(torch.arange(5), 0.6)]
     [[0, 1, 2], [3, 4]]
+    >>> [part.tolist() for part in train_test_split(torch.tensor([[0, 1], [2, 3], [4, 5]]), 0.7)]
+    [[[0, 1], [2, 3]], [[4, 5]]]
     """
     require_kind("fraction", fraction, (int, float), "a number between 0 and 1")
     tokens = tensor_of(tokens, "tokens")
