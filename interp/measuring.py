@@ -352,7 +352,7 @@ def per_run(
         batch: the number of examples.
 
     Raises:
-        ValueError: as for `per_example`.
+        ValueError: if the metric does not return one number for each of the `batch` examples.
     """
     if has_batched_runs(metric):
         return at_least_float32(torch.vmap(metric)(logits.unflatten(0, (-1, batch))))
@@ -420,8 +420,8 @@ def metric_of_examples(
             numbers if the logits at padding change. Default: no check.
 
     Raises:
-        ValueError: as for `per_example`, if the metric of an example is NaN, or if a function of
-            the user reads the logits at padding.
+        ValueError: if the metric does not return one number for each example, if the metric of an
+            example is NaN, or if a function of the user reads the logits at padding.
     """
     values = per_example(metric, logits, batch)
     if has_nan(values):

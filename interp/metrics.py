@@ -322,7 +322,8 @@ def kl_divergence(
         [batch], in nats, at least 0 up to rounding.
 
     Raises:
-        ValueError: as for `logit_diff`.
+        ValueError: if positions count from both ends, or are outside the reference. When called, if
+            the logits do not have the shape of the reference.
 
     >>> reference = torch.tensor([[[0.5, 0.5]]]).log()  # [batch, pos, vocab]
     >>> metric = kl_divergence(reference)

@@ -84,7 +84,8 @@ def scale(factor: float, **where: Index) -> Edit:
         where: the place that is changed, by axis; see `zero`.
 
     Returns:
-        The edit, as for `zero`. A value x at the place becomes `factor * x`.
+        The edit, a hook for runs, generation, sweeps and circuits. A value x at the place becomes
+        `factor * x`.
 
     >>> from hooks import Point
     >>> scale(0.5, pos=1)(torch.ones(1, 3), Point("resid_pre", ("batch", "pos")))
@@ -110,8 +111,8 @@ def add(vector: Values, scale: float = 1.0, **where: Index) -> Edit:
         where: the place that is changed, by axis; see `zero`.
 
     Returns:
-        The edit, as for `zero`. A value x at the place becomes `x + scale * vector`, in the unit of
-        the point.
+        The edit, a hook for runs, generation, sweeps and circuits. A value x at the place becomes
+        `x + scale * vector`, in the unit of the point.
 
     >>> from hooks import Point
     >>> edit = add(torch.tensor([1.0, 0.0]), 2.0, pos=-1)
@@ -158,8 +159,8 @@ def replace(source: Values, *, source_pos: Index | None = None, **where: Index) 
         where: the place that is replaced, by axis; see `zero`.
 
     Returns:
-        The edit, as for `zero`. Values at the place become the values of the source, in the order
-        of the selected positions.
+        The edit, a hook for runs, generation, sweeps and circuits. Values at the place become the
+        values of the source, in the order of the selected positions.
 
     Raises:
         EditError: when the edit is applied, if a value of padding would be copied to a real token,
@@ -205,8 +206,9 @@ def mean(
         where: the place that is replaced, by axis.
 
     Returns:
-        The edit, as for `zero`. Values at the place become the mean, which has one entry along the
-        axes in `across` and the sizes of the reference along all other axes.
+        The edit, a hook for runs, generation, sweeps and circuits. Values at the place become the
+        mean, which has one entry along the axes in `across` and the sizes of the reference along
+        all other axes.
 
     Raises:
         ValueError: if `across` names no axis.
@@ -306,8 +308,8 @@ def resample(
         where: the place that is replaced, by axis.
 
     Returns:
-        The edit, as for `zero`. Values at the place become the values of the donor at the same
-        columns.
+        The edit, a hook for runs, generation, sweeps and circuits. Values at the place become the
+        values of the donor at the same columns.
 
     Raises:
         EditError: when the edit is applied, if a value of padding would be copied to a real token,
@@ -376,8 +378,8 @@ def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
         where: the place that is changed, by axis.
 
     Returns:
-        The edit, as for `zero`. A value x at the place becomes `x + scale * z`, where z is drawn
-        from the normal distribution.
+        The edit, a hook for runs, generation, sweeps and circuits. A value x at the place becomes
+        `x + scale * z`, where z is drawn from the normal distribution.
 
     >>> from hooks import Point
     >>> edit = noise(0.1, seed=3, pos=slice(0, 2))

@@ -52,9 +52,9 @@ def interchange(
         where: the place that is changed, by axis.
 
     Returns:
-        The edit, as for `edits.zero`. A value x at the place becomes `x - P x + P s`, where P
-        projects on the subspace and s is the value of the source. Features of
-        `interp.alignment` replace P by their encoder and decoder.
+        The edit, a hook for runs, generation, sweeps and circuits. A value x at the place becomes
+        `x - P x + P s`, where P projects on the subspace and s is the value of the source. Features
+        of `interp.alignment` replace P by their encoder and decoder.
 
     Raises:
         ValueError: if the columns are not linearly independent.
@@ -100,8 +100,8 @@ def project_out(directions: Float[Tensor, "dim *k"], **where: Index) -> Edit:
         where: the place that is changed, by axis.
 
     Returns:
-        The edit, as for `edits.zero`. A value x at the place becomes `x - P x`, where P projects on
-        the span of the directions.
+        The edit, a hook for runs, generation, sweeps and circuits. A value x at the place becomes
+        `x - P x`, where P projects on the span of the directions.
 
     Raises:
         ValueError: if the directions are not linearly independent.

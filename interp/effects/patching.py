@@ -138,7 +138,8 @@ def sweep(
     Args:
         model: the model, in evaluation mode.
         texts: the texts, or a mapping of all arguments of a run, as returned by a processor; or
-            pairs, whose clean texts are run.
+            pairs, whose clean texts are run. To edit the corrupted texts of pairs, pass
+            `pairs.other` and the metric `pairs.metric`, after `pairs = pairs.read_by(model)`.
         edits: the hooks of each run, in the form of the argument `hooks` of `run_with_hooks`: a
             list, or a mapping from a name of your own to the hooks of each run.
         metric: a function from logits to one number for each example; see `interp.metrics`.

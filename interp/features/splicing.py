@@ -271,7 +271,9 @@ def splice(
             reconstruct. With `live`, the error is added, so the outputs of the model only change
             when features are edited, and gradients flow through the error. With `frozen`, the error
             is added without a gradient, so all gradients flow through features (and a skip
-            connection). With None, the error is left out. Default: `live`.
+            connection). This changes the gradients at earlier points, such as the features of a
+            dictionary in an earlier layer, and not at the dictionary's own features. With None, the
+            error is left out. Default: `live`.
         reads: the point that a transcoder reads, or a mapping from the points of transcoders to
             points that they read. A name without a block, such as `ln2.normalized`, means the point
             in the same layer. Default: the point in the config.

@@ -134,14 +134,13 @@ class TemporalDictionary(Dictionary):
         W_dec: the decoder, [feature d_in].
         b_dec: the bias of the output.
         activation: the nonlinearity of the features.
-        attention: the layers that predict, each a `ContextAttention`. This class and `AffineMap`,
-            its weights, are in the file of this class, `interp.features.temporal`.
+        attention: the layers that predict, each a `ContextAttention` of `interp.features`.
         eps: the number that is added to the length of a predicted vector before the division by
             this length. Default: 1e-6.
         subtracts_b_dec, settings: see `Dictionary`. The settings are `norm` and the keywords of
             `DictionaryOrigin`.
 
-    >>> from interp.features.temporal import AffineMap, ContextAttention
+    >>> from interp.features import AffineMap, ContextAttention
     >>> eye, zero = torch.eye(2), torch.zeros(2)
     >>> same = AffineMap(eye, zero)
     >>> dictionary = TemporalDictionary(
@@ -218,7 +217,7 @@ class TemporalDictionary(Dictionary):
         Args:
             features: the features.
             x: the input of the dictionary, from which the prediction is computed.
-            mask: True at real tokens, as for `encode`.
+            mask: True at real tokens. Default: the mask of the current run, or no padding.
 
         Raises:
             ValueError: if `x` is missing; see also `pre_activations`.

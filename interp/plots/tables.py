@@ -47,7 +47,8 @@ def effects(result: Any, facet: str | None = None) -> View:
         the same plot as a matplotlib figure.
 
     Raises:
-        UnknownNameError, ValueError: as for `Result.plot`.
+        UnknownNameError: if the axis of `facet` does not exist.
+        ValueError: if the result does not have one or two axes besides `example` and the facet.
 
     >>> from interp import Result
     >>> effects(Result(torch.tensor([[1.0, 3.0, 2.5], [0.0, -0.5, 0.5]]), ("layer", "example")))

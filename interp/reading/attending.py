@@ -113,7 +113,10 @@ def attention_attribution(
         pairs.
 
     Raises:
-        TypeError, ValueError: as for `decompose`; or if the head does not exist, or k is below 1.
+        TypeError: if the model lacks a part.
+        ValueError: if norms are applied to the sum of stream and sublayer (`norm_place="post"`), if
+            `models.from_hf` does not support an attached model, if the head does not exist, or if k
+            is below 1.
         SelectionError: if the position does not exist, or is padding.
         CacheError: if the cache is of another model, a point is missing, or the pairs do not add up
             to the score.

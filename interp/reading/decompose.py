@@ -122,8 +122,10 @@ def decompose(
         the stream.
 
     Raises:
-        TypeError, ValueError: as for `Graph`; or if the block does not exist, or the model has an
-            adapter of another kind, such as DoRA: merge it first.
+        TypeError: if the model lacks a part.
+        ValueError: if norms are applied to the sum of stream and sublayer (`norm_place="post"`), if
+            `models.from_hf` does not support an attached model, if the block does not exist, or if
+            the model has an adapter of another kind than LoRA, such as DoRA: merge it first.
         CacheError: if the cache is of another model, a point is missing, or the parts do not add up
             to the stream.
 
@@ -185,7 +187,7 @@ def apply_norm(
         The vectors in at least float32. Without a norm they are returned unchanged.
 
     Raises:
-        TypeError: as for `Graph`.
+        TypeError: if the model lacks a part.
         ValueError: if the block or the MLP does not exist, or the vectors have other sizes than the
             run's stream.
         CacheError: if the cache is of another model, or a point is missing.

@@ -84,9 +84,10 @@ def direct_logit_attribution(
         leave them out. `about` contains the largest gap between the sum of the parts and the logit.
 
     Raises:
-        TypeError: as for `Graph`; or if the model has no `W_U`.
-        ValueError: as for `Graph`; if logits are capped, because they are then not a sum of parts;
-            or if tokens, vector or position do not fit.
+        TypeError: if the model lacks a part, such as `W_U`.
+        ValueError: if norms are applied to the sum of stream and sublayer (`norm_place="post"`); if
+            `models.from_hf` does not support an attached model; if logits are capped, because they
+            are then not a sum of parts; or if tokens, vector or position do not fit.
         CacheError: if the cache is of another model, a point is missing, or the parts do not add up
             to the logit.
 
@@ -155,7 +156,11 @@ def accumulated_logits(
         them out.
 
     Raises:
-        TypeError, ValueError, CacheError: as for `direct_logit_attribution`.
+        TypeError: if the model lacks a part, such as `W_U`.
+        ValueError: if norms are applied to the sum of stream and sublayer (`norm_place="post"`); if
+            `models.from_hf` does not support an attached model; if logits are capped; or if tokens,
+            vector or position do not fit.
+        CacheError: if the cache is of another model, or a point is missing.
 
     >>> import torch
     >>> from hooks import HookedRunner

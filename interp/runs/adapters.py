@@ -77,7 +77,8 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
     Without this, the library would make an adapter trainable when it switches the adapter on.
 
     Raises:
-        ValueError: as for `require_adapter`.
+        ValueError: if the model has no adapter, if an adapter is merged into the weights, or if an
+            adapter has trained biases of the model itself.
     """
     require_adapter(model)
     layers = [*adapter_layers(model).values()]

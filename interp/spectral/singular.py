@@ -187,7 +187,8 @@ def randomized_svd(
         [*batch, k, columns].
 
     Raises:
-        ValueError: as for `svd`, or if k is not 1 to min(rows, columns), or oversample is below 2.
+        ValueError: if a number is not finite (the error names the first place), if k is not 1 to
+            min(rows, columns), or if oversample is below 2.
 
     >>> randomized_svd(torch.diag(torch.tensor([4.0, 3.0, 2.0])), k=2).s
     tensor([4., 3.], dtype=torch.float64)
@@ -264,7 +265,7 @@ def stable_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
         The ranks [*batch], in float64, as a number of dimensions.
 
     Raises:
-        ValueError: as for `effective_rank`.
+        ValueError: if the values are not finite, not descending, or negative.
 
     >>> stable_rank(torch.tensor([2.0, 1.0, 1.0]))
     tensor(1.5000, dtype=torch.float64)
@@ -290,7 +291,8 @@ def spectral_gap(s: Float[Tensor, "*batch n"], k: int = 1) -> Float[Tensor, "*ba
         The gaps [*batch], at least 0, in float64.
 
     Raises:
-        ValueError: as for `effective_rank`, or if this singular value does not exist.
+        ValueError: if the values are not finite, not descending, or negative; or if there is no
+            singular value k.
 
     >>> spectral_gap(torch.tensor([5.0, 3.0, 2.5]), k=2)
     tensor(0.5000, dtype=torch.float64)
@@ -315,7 +317,7 @@ def condition_number(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
         The ratios [*batch], in float64, without a unit.
 
     Raises:
-        ValueError: as for `effective_rank`.
+        ValueError: if the values are not finite, not descending, or negative.
 
     >>> condition_number(torch.tensor([5.0, 3.0, 2.0]))
     tensor(2.5000, dtype=torch.float64)

@@ -29,8 +29,8 @@ def principal_angles(
         The angles [*batch, min(k, l)], from 0 to pi / 2, in float64.
 
     Raises:
-        ValueError: as for `svd`, or if the columns of a basis are not linearly independent, as in a
-            zero matrix. The error names the first of these matrices.
+        ValueError: if a number is not finite, or if the columns of a basis are not linearly
+            independent, as in a zero matrix. The error names the first of these matrices.
 
     >>> line, plane = torch.tensor([[1.0], [1.0], [0.0]]), torch.eye(3)[:, 1:]
     >>> principal_angles(line, plane).rad2deg()
@@ -87,7 +87,8 @@ def subspace_overlap(
         The overlaps [*batch], in float64, without a unit.
 
     Raises:
-        ValueError: as for `principal_angles`.
+        ValueError: if a number of a basis is not finite, or the columns of a basis are not linearly
+            independent, as in a zero matrix.
 
     >>> subspace_overlap(torch.tensor([[1.0], [1.0], [0.0]]), torch.eye(3)[:, 1:])
     tensor(0.5000, dtype=torch.float64)
@@ -112,7 +113,8 @@ def subspace_projection(
         The projected vectors [*axes, dim], in the unit of `vectors`.
 
     Raises:
-        ValueError: as for `principal_angles`.
+        ValueError: if a number of a basis is not finite, or the columns of a basis are not linearly
+            independent, as in a zero matrix.
 
     >>> subspace_projection(torch.tensor([3.0, 4.0, 5.0]), torch.eye(3)[:, :2])
     tensor([3., 4., 0.])
@@ -137,7 +139,8 @@ def drift(
         compares step i with step i + 1.
 
     Raises:
-        ValueError: as for `subspace_angles`.
+        ValueError: if side is neither `left` nor `right`, or k is not 1 to the number of singular
+            values.
 
     >>> steps = torch.diag_embed(torch.tensor([[3.0, 1.0], [1.0, 3.0], [1.0, 3.0]]))
     >>> drift(svd(steps), k=1).rad2deg()
@@ -164,7 +167,8 @@ def alignment(
         The cosines [*batch, k], in float64, in the order of the singular values.
 
     Raises:
-        ValueError: as for `subspace_angles`.
+        ValueError: if side is neither `left` nor `right`, or k is not 1 to the number of singular
+            values.
 
     >>> flat = svd(torch.diag(torch.tensor([3.0, 2.0, 1.0])))
     >>> turned = svd(torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, 2.0], [0.0, 1.0, 0.0]]))

@@ -228,7 +228,7 @@ def svd_spectra(targets: SVDTargets, k: int | None = None) -> Mapping[str, SVD]:
 
     Raises:
         ValueError: if a number is not finite (the error names the target and the first place), or
-            as for `randomized_svd`.
+            if k is not 1 to the smaller side of a matrix.
 
     >>> square, wide = torch.ones(1, 1, 3, 3), torch.ones(1, 1, 3, 2)  # batch, layer
     >>> wvwo = FactoredMatrix(torch.ones(1, 2, 1), torch.ones(1, 1, 2))

@@ -58,8 +58,11 @@ def composition_scores(
         `to_layer` is not after `layer`.
 
     Raises:
-        TypeError, ValueError: as for `qk_circuit`; or if kind is not `Q`, `K` or `V`, or there are
-            fewer than 2 draws.
+        TypeError: if a weight or a norm is missing; or if `fold`, and a norm is neither a
+            LayerNorm nor an RMSNorm.
+        ValueError: if `fold`, and the norms normalize the stream itself (`norm_place="post"`); if
+            positions are rotary, and the distance is not from 0 to n_ctx - 1; if kind is not `Q`,
+            `K` or `V`; or if there are fewer than 2 draws.
 
     >>> from models import load
     >>> model = load("pydoc-4l")
@@ -125,8 +128,11 @@ def copying_scores(model: nn.Module, fold: bool = True) -> Result:
         of the eigenvalues with its sign. The score is NaN for a head that writes nothing.
 
     Raises:
-        TypeError, ValueError: as for `ov_circuit`; or if the embedding and the unembedding have
-            different numbers of tokens, because the circuit then has no eigenvalues.
+        TypeError: if a weight or a norm is missing; or if `fold`, and a norm is neither a
+            LayerNorm nor an RMSNorm.
+        ValueError: if `fold`, and the norms normalize the stream itself (`norm_place="post"`); or
+            if the embedding and the unembedding have different numbers of tokens, because the
+            circuit then has no eigenvalues.
 
     >>> from models import load
     >>> model = load("pydoc-4l")

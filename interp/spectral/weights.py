@@ -71,8 +71,10 @@ def qk_circuit(
         the key].
 
     Raises:
-        TypeError, ValueError: as for `ov_circuit`; or if positions are rotary and the distance is
-            not from 0 to n_ctx - 1.
+        TypeError: if a weight or a norm is missing; or if `fold`, and a norm is neither a
+            LayerNorm nor an RMSNorm.
+        ValueError: if `fold`, and the norms normalize the stream itself (`norm_place="post"`); or
+            if positions are rotary, and the distance is not from 0 to n_ctx - 1.
 
     >>> from models import load
     >>> model = load("pydoc-4l")
@@ -118,7 +120,10 @@ def full_circuits(
         The QK circuit [query token, key token], and the OV circuit [input token, output token].
 
     Raises:
-        TypeError, ValueError: as for `qk_circuit`.
+        TypeError: if a weight or a norm is missing; or if `fold`, and a norm is neither a
+            LayerNorm nor an RMSNorm.
+        ValueError: if `fold`, and the norms normalize the stream itself (`norm_place="post"`); or
+            if positions are rotary, and the distance is not from 0 to n_ctx - 1.
 
     >>> from models import load
     >>> model = load("pydoc-4l")
@@ -161,8 +166,10 @@ def token_directions(
         The directions [..., d_model], with the shape of `tokens` before `d_model`.
 
     Raises:
-        TypeError, ValueError: as for `ov_circuit`; or if there are no tokens, or a token is
-            negative.
+        TypeError: if a weight or a norm is missing; or if `fold`, and a norm is neither a
+            LayerNorm nor an RMSNorm.
+        ValueError: if `fold`, and the norms normalize the stream itself (`norm_place="post"`); or
+            if there are no tokens, or a token is negative.
 
     >>> from models import load
     >>> model = load("pydoc-4l")
@@ -270,8 +277,12 @@ def singular_tokens(
         The singular values [k], and the tokens and their scores [k, end, top].
 
     Raises:
-        TypeError, ValueError: as for `qk_circuit`; or if `circuit` is unknown, a head is missing or
-            not needed, or k is more than the number of singular values.
+        TypeError: if a weight or a norm is missing; or if `fold`, and a norm is neither a
+            LayerNorm nor an RMSNorm.
+        ValueError: if `fold`, and the norms normalize the stream itself (`norm_place="post"`); if
+            positions are rotary, and the distance is not from 0 to n_ctx - 1; if `circuit` is
+            unknown; if a head is missing or not needed; or if k is more than the number of singular
+            values.
 
     >>> from models import load
     >>> model = load("pydoc-4l")

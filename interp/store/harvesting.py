@@ -265,7 +265,8 @@ def write_values(
         tensors: the values of points, and the tokens and places of the rows.
 
     Raises:
-        ValueError: as for `known`. Another process may have written the file after that check.
+        ValueError: if the file belongs to another store, or to other texts. Another process may
+            have written it in the meantime.
     """
     claim(manifest, folder)
     all_facts = {**facts, "rows": len(tensors["tokens"]), **described(tensors)}
