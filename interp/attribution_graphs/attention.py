@@ -68,14 +68,14 @@ def why(
         scores.scale * of_query, of_keys, asked=asked, names=names, k=k, dtype=run.dtype
     )
     axes = table.axes[:2]
-    labels = _labelled(run, nodes, {*table.labels[axes[0]], *table.labels[axes[1]]})
+    labels = _labels_of_sources(run, nodes, {*table.labels[axes[0]], *table.labels[axes[1]]})
     words_of_axes = {}
     for axis in axes:
         words_of_axes[axis] = [labels.get(name, "") for name in table.labels[axis]]
     return replace(table, words=words_of_axes)
 
 
-def _labelled(run: FrozenRun, nodes: Sequence[Node], names: set[str]) -> dict[str, str]:
+def _labels_of_sources(run: FrozenRun, nodes: Sequence[Node], names: set[str]) -> dict[str, str]:
     """Return the labels of some sources of the graph, by the id of their nodes.
 
     The label of a feature lists the tokens whose logits it raises most, such as `raises def class`.

@@ -409,7 +409,7 @@ class Claim(plots.Shown):
         n_seeds = self.seeds if seeds is None else seeds
         require_integer("seeds", n_seeds)
         found_on = self.pairs.restored(model)
-        given = self._given(model, fresh)
+        given = self._test_pairs(model, fresh)
         usable = None if given is None else self._unseen(given, found_on)
         trial = Trial(
             model=model,
@@ -428,7 +428,7 @@ class Claim(plots.Shown):
         ]
         return Verdict(self.says, self._about(trial, identity, usable), tuple(tests))
 
-    def _given(self, model: nn.Module, fresh: Pairs | None) -> Pairs | None:
+    def _test_pairs(self, model: nn.Module, fresh: Pairs | None) -> Pairs | None:
         """Return the pairs on which the claim is tested: `fresh`, or else the claim's test pairs.
 
         The result is None if there are neither. It may still contain copies of the pairs on which

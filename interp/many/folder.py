@@ -30,11 +30,11 @@ class PartFolder:
     def write(self, name: str, outcome: Outcome) -> None:
         """Write the outcome of a part, completely or not at all."""
         tensors, facts = outcome.packed()
-        self._folder.put(_file_of(name), _KIND, tensors, facts)
+        self._folder.write_file(_file_of(name), _KIND, tensors, facts)
 
     def read(self, name: str) -> Outcome | None:
         """Return the outcome of a part, or None if its file is missing or damaged."""
-        content = self._folder.whole(_file_of(name), _KIND)
+        content = self._folder.undamaged_file(_file_of(name), _KIND)
         return None if content is None else Outcome.unpacked(*content)
 
     def record_shards(self, parts: Sequence[PartOfExamples], n_shards: int) -> None:

@@ -134,7 +134,7 @@ def _joined_results(
             raise ValueError(f"all parts must have the same {name}; got different {name}")
     labels = _labels(results)
     values = torch.cat([_at_labels(result.values, result, labels) for result in results], -1)
-    groups_of_all = _groups(outcomes, values)
+    groups_of_all = _numbers_of_texts(outcomes, values)
     return replace(
         first,
         values=values,
@@ -212,7 +212,7 @@ def _cat(metrics: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(parts) if len(parts) == len(metrics) else None
 
 
-def _groups(outcomes: Sequence[Outcome], values: Tensor) -> tuple[int, ...] | None:
+def _numbers_of_texts(outcomes: Sequence[Outcome], values: Tensor) -> tuple[int, ...] | None:
     """Return for each example the number of its text, over all parts.
 
     Two examples with the same text have the same number, also if they are in different parts. So

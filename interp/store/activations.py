@@ -28,7 +28,7 @@ from interp.json_form import Table, form
 from interp.numbers.moments import Moments
 from interp.plots.view import told
 from interp.reading.maxima import Activation, TopActivations
-from interp.store.files import MANIFEST, ROWS, Folder, file_of, gathered, store_of
+from interp.store.files import MANIFEST, ROWS, Folder, facts_of_all_jobs, file_of, store_of
 from interp.store.rows import FORMAT, identity
 from interp.store.shuffling import Shared, shuffled
 from interp.store.summary import StatisticsByPoint
@@ -102,7 +102,7 @@ class Activations(plots.Shown):
             CacheError: if jobs have not finished. The error contains the number of missing files.
         """
         manifest = self._folder.manifest()
-        files = manifest if "files" in manifest else gathered(self._folder, self._store)
+        files = manifest if "files" in manifest else facts_of_all_jobs(self._folder, self._store)
         return list(files["files"])
 
     @property

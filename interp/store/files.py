@@ -5,6 +5,16 @@ file is written completely or not at all, with checksums. The format is safetens
 ...] for each point, and `tokens`, `text`, `offset` and `pos` of each row. The files are numbered
 from 0.
 
+Each file contains facts, a JSON object:
+
+- The manifest: the model, the points and the settings. It also has facts that change as the store
+  grows: `texts`, the number of texts, and `files`, a list with the facts of each file of values.
+- A file of values: `store`, the hash of the manifest; `first` and `texts`, the number of its first
+  text and the number of its texts; `sha256`, the hash of these texts; `rows`, the number of rows;
+  `tensors`, the dtypes and shapes; `checksums`.
+- The file of a finished job: `store`; `texts` and `of`, the number of texts and of files of the
+  whole harvest; `files`, the facts of each file that the job wrote, by its number.
+
 A store never reads or replaces a file of another store, because each file contains a hash of the
 manifest. The hash excludes the facts that change as the store grows.
 
@@ -104,7 +114,7 @@ class Folder:
         return shutil.disk_usage(folder).free if self._is_here else None
 
     def write_json(self, name: str, facts: Mapping[str, Any], new: bool = False) -> None:
-        """Write facts to a file, completely or not at all.
+        """Write a file of JSON, completely or not at all.
 
         With `new`, the file is only written if it does not exist. If two processes write it at the
         same moment, only one succeeds on a disk, and on file systems for which `fsspec` supports
@@ -133,7 +143,7 @@ class Folder:
                 raise
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Read the facts in a file of `write_json`.
+        """Return the facts in a file that `write_json` wrote.
 
         Raises:
             FileNotFoundError: if the file does not exist.
@@ -161,7 +171,7 @@ class Folder:
         except FileNotFoundError:
             return {}
 
-    def sound(self, name: str) -> dict[str, Any]:
+    def undamaged_json(self, name: str) -> dict[str, Any]:
         """Return the facts in a manifest, or in the file of a finished job.
 
         The result is empty if the file does not exist, or if it is damaged and must be made again.
@@ -206,14 +216,14 @@ class Folder:
             return known
         return facts
 
-    def put(
+    def write_file(
         self, name: str, kind: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
     ) -> None:
-        """Write a file of tensors and facts, completely or not at all.
+        """Write a file of tensors and of facts about them, completely or not at all.
 
         Args:
             name: the name of the file.
-            kind: the kind of the file, for `whole`.
+            kind: the kind of the file, for `undamaged_file`.
             tensors: the tensors by name.
             facts: the facts, which fit JSON.
         """
@@ -223,8 +233,10 @@ class Folder:
             storage.write(file := io.BytesIO(), self.path(name), kind, tensors, facts)
             self._system.pipe_file(self.path(name), file.getvalue())
 
-    def whole(self, name: str, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Return the tensors and facts of a file of `put` after a check of its checksums.
+    def undamaged_file(
+        self, name: str, kind: str
+    ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Return the tensors and facts of a file that `write_file` wrote, if it is undamaged.
 
         Return None if the file does not exist or is damaged.
         """
@@ -294,7 +306,7 @@ class Folder:
 
         Return None if the file does not exist or is damaged.
         """
-        content = self.whole(name, KIND)
+        content = self.undamaged_file(name, KIND)
         return None if content is None else content[1]
 
 
@@ -310,12 +322,12 @@ def _is_sound(name: str, facts: Mapping[str, Any]) -> bool:
 
 
 def _are_facts(files: Any) -> bool:
-    """Return True for a list of facts of files."""
+    """Return True if a value is a list of JSON objects, as the facts of several files are."""
     return isinstance(files, list) and all(isinstance(file, dict) for file in files)
 
 
 def _are_numbered(files: Mapping[str, Any]) -> bool:
-    """Return True for facts of files by their numbers."""
+    """Return True if the keys are numbers of files, and the values are the facts of files."""
     return all(number.isdecimal() for number in files) and _are_facts([*files.values()])
 
 
@@ -358,7 +370,7 @@ def require_same(manifest: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
             the folder is the name of a file, such as `store.json`.
     """
     storage.require_folder(folder.name)
-    saved = folder.sound(MANIFEST)
+    saved = folder.undamaged_json(MANIFEST)
     store = store_of(manifest)
     old_store = store_of(saved)
     with_new_dtype = store_of({**saved, "dtype": manifest["dtype"]})
@@ -367,7 +379,7 @@ def require_same(manifest: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
             if owner == old_store:
                 folder.remove(name)
         folder.write_json(MANIFEST, manifest)
-        saved = folder.sound(MANIFEST)
+        saved = folder.undamaged_json(MANIFEST)
     for key in manifest if saved else ():
         if saved.get(key) != manifest[key]:
             raise ValueError(
@@ -382,7 +394,7 @@ def require_same(manifest: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
     return saved
 
 
-def claim(manifest: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
+def ensured_manifest(manifest: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
     """Return the existing manifest, after creating it if it does not exist or is damaged.
 
     Args:
@@ -390,26 +402,30 @@ def claim(manifest: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
     """
     if not (saved := require_same(manifest, folder)):
         folder.make()
-        if folder.names(MANIFEST) and not folder.sound(MANIFEST):
+        if folder.names(MANIFEST) and not folder.undamaged_json(MANIFEST):
             folder.remove(MANIFEST)
         folder.write_json(MANIFEST, manifest, new=True)
         saved = require_same(manifest, folder)
     return saved
 
 
-def ends(folder: Folder, store: str) -> dict[str, dict[str, Any]]:
-    """Return the facts of the finished jobs of a store, by file name. Damaged files are ignored.
+def finished_jobs(folder: Folder, store: str) -> dict[str, dict[str, Any]]:
+    """Return the facts that each finished job wrote at its end, by file name.
+
+    Damaged files and the files of other stores are ignored.
 
     Args:
         folder: the folder.
         store: the hash of the store.
     """
-    facts = {name: folder.sound(name) for name in folder.names("done-*.json")}
+    facts = {name: folder.undamaged_json(name) for name in folder.names("done-*.json")}
     return {name: end for name, end in facts.items() if end.get("store") == store}
 
 
-def gathered(folder: Folder, store: str) -> dict[str, Any]:
-    """Return the facts of all jobs together: the number of texts, and the facts of each file.
+def facts_of_all_jobs(folder: Folder, store: str) -> dict[str, Any]:
+    """Return the facts of a complete store for its manifest, from the files of all finished jobs.
+
+    They are `texts`, the number of texts, and `files`, the facts of each file of values.
 
     Args:
         folder: the folder.
@@ -418,7 +434,7 @@ def gathered(folder: Folder, store: str) -> dict[str, Any]:
     Raises:
         CacheError: if jobs have not finished. The error contains the number of missing files.
     """
-    jobs = [*ends(folder, store).values()]
+    jobs = [*finished_jobs(folder, store).values()]
     facts = {}
     for end in jobs:
         for number, file in end["files"].items():

@@ -29,11 +29,11 @@ from interp.store.files import (
     FOREIGN,
     MANIFEST,
     Folder,
-    claim,
     described,
-    ends,
+    ensured_manifest,
+    facts_of_all_jobs,
     file_of,
-    gathered,
+    finished_jobs,
     require_same,
     store_of,
 )
@@ -185,12 +185,12 @@ def harvest_shard(
                 continue
             pieces = reader.pieces(run, first)
             facts = {"store": store, "first": first, "texts": len(run), "sha256": _digest(pieces)}
-            facts_of_file = known(manifest, folder, number=number, facts=facts)
+            facts_of_file = existing_facts(manifest, folder, number=number, facts=facts)
             if facts_of_file is None:
                 try:
                     tensors = reader.tensors(pieces, count)
                 except Overflow:
-                    if "files" not in claim(manifest, folder):
+                    if "files" not in ensured_manifest(manifest, folder):
                         folder.write_json(MANIFEST, manifest | {"overflow": True})
                     raise
                 size = sum(value.nbytes for value in tensors.values())
@@ -202,7 +202,7 @@ def harvest_shard(
                 )
             facts_by_file[str(number)] = facts_of_file
     end = {"of": n_files, "texts": n_texts, "files": facts_by_file}
-    finish(manifest, folder, shard=shard, end=end)
+    finish_job(manifest, folder, shard=shard, end=end)
 
 
 def _digest(pieces: Sequence[TextPiece]) -> str:
@@ -226,10 +226,10 @@ def _require_room(folder: Folder, size: int, n_files: int) -> None:
         )
 
 
-def known(
+def existing_facts(
     manifest: Mapping[str, Any], folder: Folder, number: int, facts: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return the facts of an existing file of values, or None if the file must be made.
+    """Return the facts of a file of values if the file exists, or None if it must be written.
 
     Args:
         manifest: the manifest of the store.
@@ -258,17 +258,17 @@ def write_values(
     facts: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
 ) -> dict[str, Any]:
-    """Write a file of values, and return its facts.
+    """Write a file of values, and return its facts (see `interp.store.files`).
 
     Args:
-        manifest, folder, number, facts: see `known`.
+        manifest, folder, number, facts: see `existing_facts`.
         tensors: the values of points, and the tokens and places of the rows.
 
     Raises:
         ValueError: if the file belongs to another store, or to other texts. Another process may
             have written it in the meantime.
     """
-    claim(manifest, folder)
+    ensured_manifest(manifest, folder)
     all_facts = {**facts, "rows": len(tensors["tokens"]), **described(tensors)}
     written = folder.write(number, tensors, all_facts)
     _require_facts(folder, number, facts_of_file=written, facts=facts)
@@ -293,7 +293,7 @@ def _require_facts(
         )
 
 
-def finish(
+def finish_job(
     manifest: Mapping[str, Any], folder: Folder, shard: tuple[int, int], end: Mapping[str, Any]
 ) -> None:
     """Write the list of the files of a finished job. If all jobs have finished, write the manifest
@@ -311,7 +311,7 @@ def finish(
     """
     store = store_of(manifest)
     end_name = f"done-{shard[0]}-of-{shard[1]}.json"
-    saved, others = claim(manifest, folder), ends(folder, store)
+    saved, others = ensured_manifest(manifest, folder), finished_jobs(folder, store)
     for name, end_of_job in {MANIFEST: saved, **others}.items():
         n_texts = end_of_job.get("texts", 0)
         may_grow = name in (MANIFEST, end_name)
@@ -332,7 +332,7 @@ def finish(
             folder.write_json(name, end_of_job | {"files": files})
     folder.write_json(end_name, {"store": store, **end})
     try:
-        files_of_all_jobs = gathered(folder, store)
+        files_of_all_jobs = facts_of_all_jobs(folder, store)
     except CacheError:
         # Other jobs have not finished. The last job will write the manifest.
         return

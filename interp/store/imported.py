@@ -10,7 +10,7 @@ from torch import Tensor
 
 from interp.store.activations import Activations
 from interp.store.files import Folder, described, require_same, store_of
-from interp.store.harvesting import finish, known, write_values
+from interp.store.harvesting import existing_facts, finish_job, write_values
 from interp.store.rows import FORMAT, HarvestConfig
 
 
@@ -60,7 +60,7 @@ def imported(
     for number, batch in enumerate(_batches(contexts, config.per_file)):
         tensors = _rows(batch, n_texts)
         facts = {"store": store, "first": n_texts, "texts": len(batch), **described(tensors)}
-        facts_of_file = known(manifest, folder, number=number, facts=facts)
+        facts_of_file = existing_facts(manifest, folder, number=number, facts=facts)
         if not facts_of_file:
             facts_of_file = write_values(
                 manifest, folder, number=number, facts=facts, tensors=tensors
@@ -68,7 +68,7 @@ def imported(
         files[str(number)] = facts_of_file
         n_texts += len(batch)
     end = {"of": len(files), "texts": n_texts, "files": files}
-    finish(manifest, folder, shard=(0, 1), end=end)
+    finish_job(manifest, folder, shard=(0, 1), end=end)
     return Activations(out)
 
 
