@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hooks import UnknownNameError
-from hooks.base import requirement
+from hooks.base import install_command
 from interp import Result
 from models.training.run import CHECKPOINT
 
@@ -90,7 +90,7 @@ def require_matplotlib(out: Path | None = None) -> None:
         ModuleNotFoundError: if Matplotlib is missing.
     """
     if find_spec("matplotlib") is None:
-        raise ModuleNotFoundError(f'figures need Matplotlib: pip install "{requirement("plots")}"')
+        raise ModuleNotFoundError(f"figures need Matplotlib: {install_command('plots')}")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
 

@@ -90,6 +90,8 @@ class EditedPoint:
                 )
             for attribute in ("shape", "dtype", "device"):
                 if (got := getattr(new, attribute)) != (expected := getattr(value, attribute)):
+                    if attribute == "shape":
+                        got, expected = list(new.shape), list(value.shape)
                     rule = f"must keep the {attribute} {expected}"
                     raise EditError(f"a hook at {self.point} {rule}; got {got}")
             # The hook may have stored its result, and the next hook or the model may write into it.

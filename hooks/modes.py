@@ -116,8 +116,8 @@ class Options:
             pos = Selection(self.pos)
             if pos.is_one:
                 raise TypeError(
-                    f"pos must be a slice, list or mask; got {pos} (write pos=[{pos}] for one "
-                    "position)"
+                    f"pos must be a slice, list or mask, because a cache keeps the axis pos; got "
+                    f"{pos} (write pos=[{pos}] for one position)"
                 )
             object.__setattr__(self, "pos", pos)
         kinds = (torch.dtype, type(None))

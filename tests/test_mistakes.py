@@ -6,6 +6,7 @@ error of Python itself, which gives no advice.
 The table has one line for each mistake: the call, the class of the error, and words of its message.
 """
 
+import builtins
 import copy
 import re
 
@@ -34,6 +35,13 @@ features.Dictionary(eye, eye, eye[0], eye[0], nn.ReLU(), hook_name='embed') | Ty
 directions.steering_curve(model, Direction({}), [TEXT], [0.5], None, layer=2) | TypeError | layer=; .*vectors.at
 path_patching(model, pairs, receivers=(3, 1))                    | UnknownNameError | this head a3.h1<q>.*is named .3, 1
 path_patching(model, pairs, senders=(3, 1))                      | UnknownNameError | this head a3.h1.*is named .3, 1
+activation_patching(model, pairs, 'zz')                          | UnknownNameError | 'zz'; close matches: z$
+activation_patching(model, pairs, 'attn.zz')                     | UnknownNameError | 'attn.zz'; close matches: attn.z
+activation_patching(model, pairs, 'patern')                      | UnknownNameError | 'patern'; close matches: pattern$
+edits.zero(heads=3)                                              | UnknownNameError | 'heads'; close matches: head
+models.attach(nn.Linear(3, 3))                                   | AttachError | Linear has no nn.Embedding.*example={'input': tensor}
+runner.run_with_cache(TEXT, pos=-1)                              | TypeError | a cache keeps the axis pos; got -1 .write pos=.-1.
+runner.run_with_hooks(TEXT, hooks={'embed': lambda value, point: value[:, :2]}) | EditError | shape .1, 18, 128.; got .1, 2, 128.$
 runner.run_with_cache(TEXT, names=[])                            | UnknownNameError | at least one hook point
 runner.run_with_cache(TEXT, names='patern')                      | UnknownNameError | 'patern'; close matches: .*pattern
 sweep(model, pairs, {'blocks.0.attn.z': edits.zero()})            | TypeError | names to runs; got one mapping; write .edits.
@@ -501,7 +509,6 @@ directions.Contrast([TEXT], label=[1])                          | TypeError | la
 directions.probe(eye, (eye, eye))                                 | TypeError | model must be .*Module; got a .*tensor
 directions.probe(model, [TEXT])                                 | TypeError | pair .*; got a list of 1: write \(yes, no\)
 activation_patching()                                           | TypeError | model, pairs, site='resid_pre', over=None, \*
-models.attach(nn.Linear(3, 3))                                  | ValueError | example={'input': tensor}
 runner.run_with_cache(TEXT, pos=500)                            | TypeError | pos=.500. for one position
 directions.probe(model, ([TEXT], ['x']), layer=2)               | TypeError | layer=; name the layer in site=
 directions.difference_of_means(model, directions.Contrast([TEXT], ['x'], pos='first')) | UnknownNameError | 'first': they have no spans
@@ -653,7 +660,7 @@ def given():
 def test_a_mistake_is_an_error_that_helps(call, error, match, given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.json").write_text("{}")
-    kind = getattr(hooks, error, None) or getattr(__builtins__, error, None) or __builtins__[error]
+    kind = getattr(hooks, error, None) or getattr(models, error, None) or getattr(builtins, error)
     with pytest.raises(kind, match=match) as caught:
         eval(call, dict(given))
     message = str(caught.value)

@@ -60,11 +60,11 @@ from hooks.base.draws import generator, seeded
 from hooks.base.errors import (
     NEVER_FIRED,
     hub_failure,
+    install_command,
     library,
     require_choice,
     require_fired,
     require_integer,
-    requirement,
     unknown_name,
 )
 from hooks.base.hashes import config_hash, weights_hash, without_hashes
@@ -201,6 +201,7 @@ __all__ = [
     "hooks_last",
     "hooks_of",
     "hub_failure",
+    "install_command",
     "is_batch",
     "is_cancelled",
     "is_close",
@@ -263,7 +264,6 @@ __all__ = [
     "require_readable",
     "require_room",
     "require_rows",
-    "requirement",
     "run_rounding",
     "seeded",
     "shown",

@@ -4,13 +4,13 @@ import io
 import os
 from typing import Literal
 
-from hooks.base import explains_calls, requirement, storage
+from hooks.base import explains_calls, install_command, storage
 
 try:
     from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure as Figure
 except ModuleNotFoundError as error:
-    install = f'pip install "{requirement("plots")}"'
+    install = install_command("plots")
     raise ModuleNotFoundError(f"figures need Matplotlib: {install}") from error
 
 

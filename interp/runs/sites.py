@@ -17,7 +17,8 @@ tokens:
 """
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -110,10 +111,27 @@ def named(runner: HookedRunner, choice: Choice) -> dict[int, str]:
         if any(name.endswith(f".{choice.site}") for name in points):
             raise
         require_points(runner)
-        # Suggest names without the layer, such as `attn.z` for `blocks.0.attn.z`.
-        sites = (name.partition(f".{layer_of(name)}.")[2] or name for name in points)
-        raise unknown_point(choice.site, dict.fromkeys(sites), "site") from None
+        raise unknown_point(choice.site, _short_names(choice.site, points), "site") from None
     return _some("layers", by_layer, choice.layers)
+
+
+def _short_names(site: str, points: Iterable[str]) -> list[str]:
+    """Return the names of sites as users write them, for the error of an unknown site.
+
+    They have no layer. If the unknown name has no dot, they also have no module, unless two modules
+    have points with the same name.
+
+    >>> _short_names("zz", ["embed", "blocks.0.ln1.scale", "blocks.0.attn.z", "blocks.0.ln2.scale"])
+    ['embed', 'ln1.scale', 'z', 'ln2.scale']
+    >>> _short_names("atn.z", ["embed", "blocks.0.attn.z"])
+    ['embed', 'attn.z']
+    """
+    sites = [*dict.fromkeys(name.partition(f".{layer_of(name)}.")[2] or name for name in points)]
+    if "." in site:
+        return sites
+    last_parts = Counter(name.rpartition(".")[2] for name in sites)
+    short = {name: name.rpartition(".")[2] for name in sites}
+    return [short[name] if last_parts[short[name]] == 1 else name for name in sites]
 
 
 class Sites:

@@ -93,6 +93,8 @@ def attach(
         ImportError: if `transformers` is not installed, or is older than 5.6.
         TypeError: if the tokenizer or the example has a wrong type.
         HookError: if points that must be created again have hooks, which would be lost.
+        AttachError: if the model reads no tokens and there is no example, or if its blocks or
+            sublayers cannot be found. It is a `ValueError`.
         ValueError: if a part of the model, or a model that contains it, is already attached; if the
             model has other modules under the names of points, has no blocks, does not run on the
             example, or returns NaN; if the model is split over processes and a part is all zeros;

@@ -250,14 +250,14 @@ def examples_of(model: nn.Module, example: Any) -> list[ExampleArguments]:
 
     Raises:
         TypeError: if the example is neither a mapping nor a tensor.
-        ValueError: if the model reads no tokens, and there is no example.
+        AttachError: if the model reads no tokens, and there is no example.
     """
     default = _example_of(model)
     from_user = None if example is None else _example_of(model, example)
     if default is None and from_user is None:
         names = parameters_of(model)[:3] or ["input"]
         lacks = "no nn.Embedding of tokens" if table_of(model) is None else "no argument input_ids"
-        raise ValueError(
+        raise AttachError(
             f"attach needs example=, because {type(model).__name__} has {lacks}. Give the "
             f"arguments of one run, such as example={{{names[0]!r}: tensor}} (its forward reads "
             f"{', '.join(names)})"
@@ -362,10 +362,10 @@ def tokens_for(model: Any) -> Tensor:
     """Return different tokens, [2, 7], on the device of the model's embedding.
 
     Raises:
-        ValueError: if the model has no embedding.
+        AttachError: if the model has no embedding.
     """
     if (weight := table_of(model)) is None:
-        raise ValueError(
+        raise AttachError(
             f"attach needs example=, because {type(model).__name__} has no nn.Embedding of tokens. "
             "Give the arguments of one run"
         )

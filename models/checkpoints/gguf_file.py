@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hooks.base import requirement
+from hooks.base import install_command
 from models.files import without
 
 try:
     from gguf import GGUFReader, GGUFValueType
     from gguf.quants import dequantize
 except ModuleNotFoundError as error:
-    install = f'pip install "{requirement("hf")}"'
+    install = install_command("hf")
     raise ImportError(f"GGUF needs the package gguf: {install}") from error
 
 # The number of rows to dequantize at a time. The library makes a second copy of these rows.

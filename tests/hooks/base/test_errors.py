@@ -13,7 +13,7 @@ from interp import composition_scores
 def test_a_library_that_lacks_another_says_which(tmp_path, monkeypatch):
     (tmp_path / "halfway.py").write_text("import no_such_library_of_anyone")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ImportError, match=r'pip install ".*\[hf\]'):
+    with pytest.raises(ImportError, match=r'pip install (-e )?".*\[hf\]'):
         library("no_such_library_of_anyone.part")
     with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_library_of_anyone'"):
         library("halfway")
@@ -22,14 +22,14 @@ def test_a_library_that_lacks_another_says_which(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("origin", "argument"),
     [
-        (None, "hookscope[ray] @ git+https://github.com/hookscope/hookscope"),
+        (None, '"hookscope[ray] @ git+https://github.com/hookscope/hookscope"'),
         (
             '{"url": "https://g.example/h", "vcs_info": {"vcs": "git", "commit_id": "8f3a"}}',
-            "hookscope[ray] @ git+https://g.example/h@8f3a",
+            '"hookscope[ray] @ git+https://g.example/h@8f3a"',
         ),
-        ('{"url": "https://g.example/h.zip", "archive_info": {}}', "hookscope[ray] @ https://g."),
-        ('{"url": "file:///my%20h", "dir_info": {}}', "hookscope[ray] @ file:///my%20h"),
-        ('{"url": "file:///my%20h", "dir_info": {"editable": true}}', "--editable=/my h[ray]"),
+        ('{"url": "https://g.example/h.zip", "archive_info": {}}', '"hookscope[ray] @ https://g.'),
+        ('{"url": "file:///my%20h", "dir_info": {}}', '"hookscope[ray] @ file:///my%20h"'),
+        ('{"url": "file:///my%20h", "dir_info": {"editable": true}}', '-e "/my h[ray]"'),
     ],
 )
 def test_the_advice_to_install_an_extra_keeps_the_installed_version(monkeypatch, origin, argument):
@@ -40,7 +40,7 @@ def test_the_advice_to_install_an_extra_keeps_the_installed_version(monkeypatch,
             return {"direct_url.json": origin}[name]
 
     monkeypatch.setattr("importlib.metadata.distribution", lambda name: Distribution())
-    with pytest.raises(ImportError, match=re.escape(f'pip install "{argument}')):
+    with pytest.raises(ImportError, match=re.escape(f"pip install {argument}")):
         library("no_such_library_of_anyone", extra="ray")
 
 
