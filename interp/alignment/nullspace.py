@@ -157,8 +157,10 @@ def null_spaces(
         The effects [through, example] in the unit of the metric, and the shares from them.
 
     Raises:
-        ValueError: if the directions have a wrong size or are linearly dependent, or as in `align`.
-        UnknownNameError, ModeError: as in `align`.
+        ValueError: if the directions have a wrong size or are linearly dependent, if pairs have no
+            answers or corrupted texts, or if a point does not have a vector at each position.
+        UnknownNameError: if the site or the span is unknown. The error contains close matches.
+        ModeError: if the model is in training mode.
 
     In this model, runs differ along the first number, and the logits read the second number.
 

@@ -78,10 +78,17 @@ class Direction(plots.Shown):
         return self.vectors[self._name(place)]
 
     def at(self, *places: int | str | tuple[str, int]) -> "Direction":
-        """Return a direction with some of the vectors, selected as in `direction[place]`.
+        """Return a direction with the vectors of some points only.
+
+        Args:
+            places: for each point its name, its layer, or a short name and a layer, such as
+                `("resid_post", 2)`. Layer -1 is the last layer that has a vector.
 
         Raises:
-            UnknownNameError, ValueError, TypeError: as in `direction[place]`.
+            UnknownNameError: if the direction has no vector there. The error contains close
+                matches.
+            ValueError: if the direction has several points in the layer.
+            TypeError: if a place has another form.
         """
         names = [self._name(place) for place in places]
         offsets = {name: self.offsets[name] for name in names if name in self.offsets}

@@ -177,7 +177,11 @@ def erasure(
         works at each of these points.
 
     Raises:
-        UnknownNameError, ValueError, CacheError, ModeError: as in `difference_of_means`.
+        UnknownNameError: if a point or a span is unknown. The error contains close matches.
+        ValueError: if a kind has no text, if a text does not have a position, if a value is not
+            finite, or if a cache is from a run without tokens.
+        CacheError: if a store is from another model.
+        ModeError: if the model is in training mode.
 
     >>> from hooks import HookedRunner
     >>> from models import load

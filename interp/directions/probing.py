@@ -283,7 +283,10 @@ def probe(
             if a fold would have fewer than 2 different texts, if the groups do not fit the texts,
             if there are fewer than 2 folds, if `kind` or `over` is unknown, or if texts have
             different numbers of positions with `over="pos"`.
-        CacheError, TypeError, UnknownNameError, ModeError: as in `difference_of_means`.
+        CacheError: if a store is from another model.
+        TypeError: if `contrast` is not a pair of two lists or a `Contrast`.
+        UnknownNameError: if a point or a span is unknown. The error contains close matches.
+        ModeError: if the model is in training mode.
         ImportError: if scikit-learn is not installed.
 
     >>> from models import load

@@ -340,7 +340,9 @@ def _donated(
     """Return the values of the donors.
 
     Args:
-        region, value, place: see `Change`.
+        region: the value of the edited run in the region.
+        value: the value of the source in the region.
+        place: the region: the point, the axes, and the places along each axis.
         source: the source.
         seed: the seed of the choice of donors.
 

@@ -125,7 +125,10 @@ def load_transcoders(
         set, and attribution graphs accept both.
 
     Raises:
-        FileNotFoundError, ImportError, UnknownNameError: see `load_sae`.
+        FileNotFoundError: if the path does not exist here or on the hub, or contains no known
+            files.
+        ImportError: if the folder contains a `config.yaml`, and pyyaml is not installed.
+        UnknownNameError: if the format, or the name of a bundled dictionary, is unknown.
         ValueError: if the path contains one dictionary or files of several formats, or a field or a
             tensor is missing or unknown.
 

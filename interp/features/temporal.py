@@ -204,7 +204,8 @@ class TemporalDictionary(Dictionary):
                 tokens are real.
 
         Raises:
-            ValueError: see `pre_activations`.
+            ValueError: if `x` is no tensor [batch, pos, d_in], its mask has another shape, or the
+                run reads only a piece of its texts.
         """
         with _texts_with(mask):
             return super().encode(x)

@@ -145,7 +145,8 @@ def standard_error(
 
     Args:
         values: one number for each place and example.
-        groups: see `interval`.
+        groups: the number of the text of each example. The examples of one text count once.
+            Default: all texts are different.
 
     >>> standard_error(torch.tensor([3.0, 1.0, 1.0, 3.0, 2.0, 2.0]), [0, 1, 1, 0, 2, 2])
     tensor(0.5774, dtype=torch.float64)
@@ -183,16 +184,20 @@ def share_interval(
 
     The intervals are NaN if there are fewer than three texts.
 
-    For numbers from 0 to 1, V(m) = φ m (1 - m) / n. If all numbers are 0 or 1, φ is 1 and q is a
-    quantile of the normal distribution. This is the interval of Wilson (1927, "Probable Inference,
-    the Law of Succession, and Statistical Inference"). For other numbers, φ is estimated as the
-    variance divided by m (1 - m), and q is a quantile of Student's t. For 3 to 20 numbers from beta
-    distributions, between 0.87 and 0.96 of the 95% intervals contain the mean.
+    Both ends m of an interval solve |estimate - m| = q √V(m). Here V(m) is the variance of the
+    estimate if m is the true mean. For numbers from 0 to 1, V(m) = φ m (1 - m) / n, where n is the
+    number of texts. If all numbers are 0 or 1, φ is 1 and q is a quantile of the normal
+    distribution, 1.96 for a confidence of 0.95. This is the interval of Wilson (1927, "Probable
+    Inference, the Law of Succession, and Statistical Inference"). For other numbers, φ is estimated
+    as the variance divided by m (1 - m), and q is a quantile of Student's t. For 3 to 20 numbers
+    from beta distributions, between 0.87 and 0.96 of the 95% intervals contain the mean.
 
     Args:
         values: one number for each place and example.
         bounds: the smallest and the largest possible number.
-        confidence, groups: see `interval`.
+        confidence: the share of intervals that contain the true mean, between 0 and 1.
+        groups: the number of the text of each example. The examples of one text count once.
+            Default: all texts are different.
 
     Raises:
         TypeError: if confidence is not a number.

@@ -256,7 +256,7 @@ class Activations(plots.Shown):
             CacheError: if the store is incomplete.
             ValueError: if a size is below 1, if this reader has no row, or if its number is not
                 below the number of readers.
-            UnknownNameError: as in `file`.
+            UnknownNameError: if a name is unknown. The error contains close matches.
         """
         require_integer("size", size)
         require_integer("window", window)
@@ -321,7 +321,8 @@ class Activations(plots.Shown):
             seed: the seed of the sample.
 
         Raises:
-            CacheError, UnknownNameError: as in `batches`.
+            CacheError: if the store is incomplete.
+            UnknownNameError: if a name is unknown. The error contains close matches.
             ValueError: if this reader has no row, or its number is not below the number of readers.
         """
         require_shard(part, "reader, readers", name="part")
@@ -365,7 +366,8 @@ class Activations(plots.Shown):
 
         Raises:
             KeyError: if there are no statistics of the point.
-            CacheError, UnknownNameError: as in `batches`.
+            CacheError: if the store is incomplete.
+            UnknownNameError: if a name is unknown. The error contains close matches.
         """
         statistics = sums[name]
         write = None if model is None else writer_of(model)
@@ -397,7 +399,8 @@ class Activations(plots.Shown):
                 `pos`, to labels [row, label]. Default: no labels.
 
         Raises:
-            CacheError, UnknownNameError: as in `batches`.
+            CacheError: if the store is incomplete.
+            UnknownNameError: if a name is unknown. The error contains close matches.
             ValueError: if there is no row.
         """
         together: Moments | None = None

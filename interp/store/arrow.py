@@ -49,7 +49,8 @@ def to_arrow(
         ValueError: if the store does not contain all tokens of its contexts, if a context is not
             full, or if the name of the folder is the name of a file.
         FileExistsError: if the directory is not empty.
-        CacheError, UnknownNameError: as in `Activations.batches`.
+        CacheError: if the store is incomplete.
+        UnknownNameError: if a name is unknown. The error contains close matches.
         ImportError: if `datasets` is not installed.
 
     >>> from interp.store import HarvestConfig, harvest

@@ -117,7 +117,9 @@ def generate(
         One list of tokens for each prompt, of different lengths.
 
     Raises:
-        ValueError: see `generate_steps`.
+        ValueError: if a sampling option is out of range, if a prompt is empty, if a prompt and its
+            new tokens are too long, if a token is outside the vocabulary, if the mask has a wrong
+            shape or wrong values, if the model is in training mode, or if logits are not finite.
 
     >>> from models import load
     >>> model = load("pydoc-4l")
@@ -392,7 +394,9 @@ def continuations(
         seed: the seed of random draws; see `generate_steps`.
 
     Raises:
-        ValueError: see `generate_steps`.
+        ValueError: if a sampling option is out of range, if a prompt is empty, if a prompt and its
+            new tokens are too long, if a token is outside the vocabulary, if the mask has a wrong
+            shape or wrong values, if the model is in training mode, or if logits are not finite.
 
     >>> from models import load
     >>> model = load("pydoc-4l")

@@ -189,7 +189,8 @@ class ReadsText:
 
         Args:
             text: the text.
-            bos: see `to_tokens`.
+            bos: whether to add a beginning token. Default: None, which adds the tokens that the
+                tokenizer itself adds.
             closed: whether to add the tokens that the tokenizer adds at the end.
 
         Raises:
