@@ -7,8 +7,8 @@
    area under the ROC curve (AUROC), which is 0.5 by chance. The fit uses all copies; the score
    counts each text once.
 3. Repeat this with random labels for each text, with the same label for all copies of a text. A
-   fit on some texts cannot know the random labels of other texts, so this control is near 0.5 for
-   every probe. It would be above 0.5 if rows of one text were in two folds.
+   fit on some texts cannot know the random labels of other texts, so with many texts this control
+   is near 0.5 for every probe. It would be above 0.5 if rows of one text were in two folds.
 
 The control says nothing about words that tell the two kinds of texts apart. For the word at the
 position that is read, the baseline is a probe of the token embeddings (`site="embed"`): if it
@@ -85,8 +85,9 @@ class Probe(plots.Shown):
             examples are folds. In the intervals, all copies of a text count as one text, and all
             texts of a group count as one text; see
             `interp.numbers.intervals.auroc_interval`.
-        control: the AUROC with random labels for each text, the mean over draws. It is near 0.5 for
-            every probe whose folds share no text.
+        control: the AUROC with random labels for each text, the mean over draws. With many texts it
+            is near 0.5 for every probe whose folds share no text. With a dozen texts it can be 0.3
+            or 0.7 by chance.
 
     >>> from models import load
     >>> numbers = ["part AB1", "part CD2", "part EF3", "part GH4", "part JK5", "part LM6"]
@@ -226,8 +227,9 @@ def probe(
 
     A probe is a linear classifier of values. Its score is the AUROC on texts that it was not fitted
     on: 0.5 by chance, 1 if every value of one kind is above every value of the other kind. As a
-    control, the same probe is fitted to random labels for each text. This control is near 0.5 for
-    every probe whose folds share no text. It does not find words that tell the two kinds apart.
+    control, the same probe is fitted to random labels for each text. With many texts, this control
+    is near 0.5 for every probe whose folds share no text; with a dozen texts it can be 0.3 or 0.7
+    by chance. It does not find words that tell the two kinds apart.
     There are two other controls for words:
 
     - `site=["embed", "resid_post"]`: the score at `embed` is the score of the token at the position
