@@ -20,18 +20,21 @@ from hooks.base import (
     FakeTensor,
     mapped,
     number_of_call,
+    piece_read,
     require_callable,
     require_fired,
     shown,
     tensors_in,
+    to_device,
     warn,
     with_first_tensor,
+    without_gradients,
 )
 from hooks.base._torch import compiled_forms, has_storage, is_checkpointed
 from hooks.base.errors import ContextError, EditError, HookError
 from hooks.names import resolve
 from hooks.point import Hook, HookPoint, Point, as_node, first_tensor, has_forward, require_unsplit
-from hooks.receipts import Receipt, Receipts
+from hooks.receipts import Receipt, Receipts, real_places
 from hooks.session import OutputHook, Session, edits_in_force, hooks_disabled, is_open
 
 ELSEWHERE = (
@@ -69,6 +72,9 @@ class EditedPoint:
             value: the value.
             call: the number of the call of the module, if known.
 
+        Warns:
+            UserWarning: if hooks that are functions of the user change only padding in a text.
+
         Raises:
             EditError: if a hook returns no tensor, or changes the shape, dtype or device.
         """
@@ -96,7 +102,39 @@ class EditedPoint:
                     raise EditError(f"a hook at {self.point} {rule}; got {got}")
             # The hook may have stored its result, and the next hook or the model may write into it.
             new = new.clone()
+        if not torch.compiler.is_compiling() and piece_read().real is not None:
+            self._warn_of_padding(value, new)
         return new
+
+    @without_gradients
+    def _warn_of_padding(self, before: Tensor, after: Tensor) -> None:
+        """Warn if the hooks changed padding in a text, and nothing else.
+
+        For example, `value[:, -1] = 0` is a mistake in texts that are padded on the right. Edits of
+        `interp.edits` know the padding, so they are not checked.
+
+        Args:
+            before: the value before the hooks.
+            after: the value after the hooks.
+        """
+        are_functions = any(not hasattr(hook, "acts_at_end") for hook in self.hooks)
+        real = real_places(self.point, before.shape) if are_functions else None
+        if real is None or before.is_meta or isinstance(before, FakeTensor):
+            return
+        rows = self.point.axes.index("batch")
+        real = to_device(real, before.device)
+        changed = after != before
+        others = [dim for dim in range(before.ndim) if dim != rows]
+        # A piece of a long text may contain only padding of a shorter text.
+        has_tokens = real.expand_as(changed).any(others)
+        only_padding = (changed & ~real).any(others) & ~(changed & real).any(others) & has_tokens
+        if only_padding.any():
+            texts = ", ".join(map(str, only_padding.nonzero()[:5, 0].tolist()))
+            warn(
+                f"a hook function at {self.point.name} changed only padding in text {texts}: "
+                "value[:, -1] is the last column of the batch, and not the last token; use an edit "
+                "such as interp.edits.replace(cache, pos=-1), or the mask hooks.token_mask()"
+            )
 
     def _changed(self, hook: Hook, value: Tensor, call: int | None) -> Tensor | None:
         """Return the result of a hook, which runs while no hooks act.

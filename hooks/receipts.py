@@ -77,7 +77,7 @@ class Receipt:
         # a tensor of this shape raises an error later, in `EditedPoint.apply`.
         plain = isinstance(after, Tensor) and after.shape == before.shape
         if plain and not (before.is_meta or isinstance(before, FakeTensor)):
-            self._add(before, after, _real_places(point, before.shape))
+            self._add(before, after, real_places(point, before.shape))
         return new
 
     @without_gradients
@@ -102,7 +102,7 @@ class Receipt:
             self._largest = sizes.amax().clamp(min=self._largest)
 
 
-def _real_places(point: Point, shape: Sequence[int]) -> Tensor | None:
+def real_places(point: Point, shape: Sequence[int]) -> Tensor | None:
     """Return a mask of the places of a value that belong to real tokens.
 
     It broadcasts to the value. The result is None if the padding is unknown.

@@ -6,7 +6,7 @@ from dataclasses import replace
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from hooks import Hooks
+from hooks import Hooks, Mode
 from hooks.base import (
     Texts,
     padding_messages,
@@ -119,6 +119,7 @@ def sweep(
     metric: "Metric | None" = None,
     *,
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
+    direction: PatchingDirection | None = None,
     max_bytes: int | None = None,
     progress: bool = True,
 ) -> Result:
@@ -145,6 +146,10 @@ def sweep(
         metric: a function from logits to one number for each example; see `interp.metrics`.
             Default: the metric of the pairs.
         attention_mask: 1 for tokens and 0 for padding, if `texts` is a tensor [batch, pos].
+        direction: the texts of the pairs that the edits change, for edits that put in values of the
+            other texts: `denoising` runs the corrupted texts, and `noising` runs the clean texts.
+            `target` is then the metric of the other texts. Default: the clean texts, without a
+            target.
         max_bytes: a bound on the memory of the sweep in bytes, not counting the model, one unedited
             run and the memory of functions that you pass. Default: 1 GiB on the CPU; half of the
             free memory on a GPU, at least 512 MiB and at most 8 GiB.
@@ -161,7 +166,8 @@ def sweep(
 
     Raises:
         ValueError: if there are no edits, `max_bytes` is too small for one edited run, or the
-            metric of the unedited run is not one number for each example.
+            metric of the unedited run is not one number for each example. With `direction`, also if
+            there are no corrupted texts.
         EditError: if an edit does not fit.
         ModeError: if the model is in training mode.
         NeverFiredError: if a run did not reach an edited point.
@@ -203,7 +209,9 @@ def sweep(
         names, edits = [*edits], [*edits.values()]
     _check_edits(edits)
     pairs = texts if metric is None else texts.measured_by(metric)
-    runs = Runs(model, pairs, direction=None)
+    runs = Runs(model, pairs, direction=direction)
+    if direction is not None:
+        runs.source([Mode.none])
     base, effects = effects_of_edits(runs, edits, max_bytes)
     if names:
         return runs.result(effects, {"edit": names}, base)

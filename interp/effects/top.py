@@ -1,9 +1,10 @@
 """The largest estimated effects of all neurons, or of given directions, at each position."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner
@@ -105,14 +106,19 @@ def top_attributions(
         effects = runs.per_example(effects.movedim(axes.index("batch"), -1))
         require_numbers(name, effects)
         axes_before = [axis for axis in axes[:-1] if axis != "batch"]
-        largest.offer(effects, titles[name], [*axes_before, last_axis])
+        exists = None
+        if has_text_of_logits(name):
+            columns = zip(axes_before, map(range, effects.shape[:-2]), strict=True)
+            exists = runs.exists({**dict(columns), last_axis: range(1)}, effects.device)
+        largest.offer(effects, exists, titles[name], [*axes_before, last_axis])
         reached.add(name)
 
     run.backward(receive)
     warn_of_flat(run)
     warn_of_unread([name for name in names if name not in reached])
     labels = {"place": largest.labels}
-    return runs.result(largest.values, labels, base, estimate="attribution")
+    result = runs.result(largest.values, labels, base, estimate="attribution")
+    return replace(result, exists=largest.exists)
 
 
 def _titles(runner: HookedRunner, directions: Mapping[str, Tensor] | None) -> dict[str, str]:
@@ -134,28 +140,49 @@ class _Largest:
     def __init__(self, k: int, base: Float[Tensor, " batch"]) -> None:
         self._k = k
         self.values: Float[Tensor, "place batch"] = base.new_zeros(0, len(base))
+        self.exists: Bool[Tensor, "place batch"] = self.values.bool()
         self.labels: list[str] = []
 
-    def offer(self, effects: Float[Tensor, "..."], title: str, axes: Sequence[str]) -> None:
+    def offer(
+        self,
+        effects: Float[Tensor, "..."],
+        exists: Bool[Tensor, "..."] | None,
+        title: str,
+        axes: Sequence[str],
+    ) -> None:
         """Add effects to the comparison.
 
         Args:
             effects: the effects [*axes, batch].
+            exists: True for the effects that exist, which broadcasts to the effects; None if all
+                exist. The mean of a place is over the examples in which the place exists.
             title: the name of the point in labels.
             axes: the names of the axes in labels.
         """
         flat = effects.flatten(0, -2)
-        best = largest_rows(flat.mean(-1).abs(), self._k)
+        if exists is None:
+            exists = torch.ones_like(effects, dtype=torch.bool)
+        exists = exists.expand_as(effects).reshape_as(flat)
+        best = self._order(flat, exists)
         indices = torch.stack(torch.unravel_index(best, effects.shape[:-1]), 1).tolist()
         labels = []
         for place in indices:
             parts = [f"{axis} {index}" for axis, index in zip(axes, place, strict=True)]
             labels.append(", ".join([title, *parts]))
-        values = torch.cat([self.values, to_device(flat[best], self.values.device)])
+        device = self.values.device
+        values = torch.cat([self.values, to_device(flat[best], device)])
+        all_exist = torch.cat([self.exists, to_device(exists[best], device)])
         all_labels = [*self.labels, *labels]
-        order = largest_rows(values.mean(-1).abs(), self._k).tolist()
-        self.values = values[order]
-        self.labels = [all_labels[n] for n in order]
+        order = self._order(values, all_exist)
+        self.values, self.exists = values[order], all_exist[order]
+        self.labels = [all_labels[n] for n in order.tolist()]
+
+    def _order(
+        self, values: Float[Tensor, "place batch"], exists: Bool[Tensor, "place batch"]
+    ) -> Int[Tensor, " _k"]:
+        """Return the rows with the largest absolute means, the largest first."""
+        means = values.where(exists, 0).sum(-1) / exists.sum(-1).clamp(min=1)
+        return largest_rows(means.abs(), self._k)
 
 
 def _units(vectors: Tensor, cache: ActivationCache, name: str) -> Float[Tensor, "dim n"]:

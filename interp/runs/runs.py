@@ -293,7 +293,7 @@ class Runs:
             about=facts | about,
             words=words,
             groups=self.groups,
-            exists=self._exists(labels, base.device) if has_words else None,
+            exists=self.exists(labels, base.device) if has_words else None,
         )
 
     def _warn_of_equal_texts(self) -> None:
@@ -312,10 +312,10 @@ class Runs:
             "are 0: leave it out, unless it is a control"
         )
 
-    def _exists(
+    def exists(
         self, labels: Mapping[str, Sequence[Any]], device: torch.device
     ) -> Bool[Tensor, "..."] | None:
-        """Return False where a position is padding in the prompt of an example.
+        """Return False where a position is not a token of an example's prompt.
 
         The mask has the axes of the result. Axes that are not axes of positions have the size 1.
 
@@ -326,10 +326,11 @@ class Runs:
         Returns:
             The mask, or None without axes of positions, or without a mask of the prompts.
         """
-        prompts = self._edited_text(self.pairs).of_logits
-        if prompts.attention_mask is None or labels.keys().isdisjoint(TEXT_AXES):
+        has_padding = self._edited_text(self.pairs).of_logits.attention_mask is not None
+        has_answers = self.rows is not self.pairs
+        if not (has_padding or has_answers) or labels.keys().isdisjoint(TEXT_AXES):
             return None
-        real = to_device(prompts.real, device)
+        real = to_device(self.prompts[: len(self.pairs)], device)
         sizes = [*(1 for _ in labels), len(real)]
         exists = real.new_ones(sizes)
         for dim, (axis, columns) in enumerate(labels.items()):

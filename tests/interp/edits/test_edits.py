@@ -23,6 +23,7 @@ from hooks import (
     UnknownNameError,
     position_offset,
     start_of_piece,
+    token_mask,
 )
 from hooks.base.pieces import Piece, reading
 from interp import edits
@@ -844,6 +845,7 @@ def test_padding_of_a_source_is_copied_only_to_padding(wide, texts, mask_of_run)
         wide.run_with_hooks(texts[0], hooks=hooks)
 
 
+@pytest.mark.filterwarnings("ignore:a hook function at .* changed only padding")
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_receipts_do_not_count_padding(wide, texts, side):
     mask = torch.ones(BATCH, POS).bool()
@@ -874,6 +876,39 @@ def test_receipts_do_not_count_padding(wide, texts, side):
     assert receipts[halved].rows == BATCH
     largest = float(cache["mlp_out", 0][mask].abs().max())
     assert receipts[halved].largest == pytest.approx(largest / 2)
+
+
+def of_last_column(value, point):
+    value[:, -1] = 0
+
+
+def of_last_token(value, point):
+    last = token_mask().flip(1).int().argmax(1)
+    value[torch.arange(BATCH), POS - 1 - last] = 0
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_function_that_changes_only_padding_gives_a_warning(wide, texts):
+    right = torch.ones(BATCH, POS).bool()
+    right[[1, 3], 4:] = False
+    point = "blocks.1.mlp_out"
+
+    def run(hook, mask, name=point):
+        wide.run_with_hooks(texts[0], attention_mask=mask, hooks={name: hook})
+
+    message = rf"hook function at {point} changed only padding in text 1, 3: .*pos=-1"
+    with pytest.warns(UserWarning, match=message):
+        run(of_last_column, right)
+    # The last column is a real token, or the function knows the padding, or it changes all columns.
+    run(of_last_column, right.flip(1))
+    run(of_last_column, torch.ones(BATCH, POS).bool())
+    run(of_last_token, right)
+    run(edits.zero(pos=-1), right)
+    run(lambda value, point: value * 2, right)
+    run(lambda value, point: value * (1 + token_mask()[..., None]), right)
+    run(lambda value, point: value, right)
+    with pytest.warns(UserWarning, match="only padding in text 1, 3"):
+        run(lambda value, point: value + 1.0 * ~right[:, None, :, None], right, "*.0.attn.pattern")
 
 
 def all_kinds(source):

@@ -37,12 +37,19 @@ def test_the_largest_neurons_of_a_whole_table(k, mask):
         for pos, neuron in itertools.product(range(POS), range(13))
     }
     found = top_attributions(model, paired(mask), k=k)
-    sizes = sorted((effects.mean().abs().item() for effects in table.values()), reverse=True)
+    real = torch.ones(BATCH, POS, dtype=torch.bool) if mask is None else mask.bool()
+    exists = {label: real[:, int(label.split()[3].strip(","))] for label in table}
+    # The mean of a position is over the texts that have it.
+    means = {label: effects[exists[label]].mean() for label, effects in table.items()}
+    sizes = sorted((mean.abs().item() for mean in means.values()), reverse=True)
     assert found.mean().abs().tolist() == pytest.approx(sizes[:k])
     assert found.values.shape == (min(k, len(table)), BATCH)
     labels = found.labels["place"]
     assert len(set(labels)) == len(labels)
     close(found.values, torch.stack([table[label] for label in labels]))
+    close(found.mean(), torch.stack([means[label] for label in labels]))
+    expected = torch.stack([exists[label] for label in labels])
+    assert torch.equal(found.exists if mask is not None else expected, expected)
 
 
 @torch.no_grad()

@@ -235,6 +235,33 @@ def test_random_sweeps_equal_whole_runs(seed):
         close(found.values[n], alone(model, tokens, entry, read, mask) - base)
 
 
+@pytest.mark.parametrize("direction", ["denoising", "noising"])
+def test_a_sweep_may_edit_either_text(direction):
+    model = variant("pre")
+    clean, corrupted = some_tokens(3), some_tokens(4)
+    source, edited = clean, corrupted
+    if direction == "noising":
+        source, edited = edited, source
+    _, cache = HookedRunner(model).run_with_cache(source)
+    entries = [
+        {
+            "blocks.0.mlp_out": edits.replace(cache, pos=-1),
+            "blocks.1.attn_out": edits.replace(cache),
+        },
+        {"blocks.1.attn.z": edits.replace(cache, head=2)},
+    ]
+    pairs = Pairs(clean, corrupted, metric=METRIC)
+    found = sweep(model, pairs, entries, direction=direction)
+    base = alone(model, edited, {})
+    close(found.base, base)
+    close(found.target, alone(model, source, {}))
+    for n, entry in enumerate(entries):
+        close(found.values[n], alone(model, edited, entry) - base)
+    with pytest.raises(ValueError, match="corrupted texts"):
+        sweep(model, Pairs(clean, metric=METRIC), entries, direction=direction)
+    assert sweep(model, pairs, entries).target is None
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_each_edit_of_a_sweep_has_its_own_words(is_first):
     """The edits differ in the first of six changes, or in the last."""
