@@ -31,8 +31,8 @@ class Receipt:
         point: the point of the hook.
         calls: the number of calls of the hook.
         beside: the number of tensors after the first in the output of the module. If the module
-            returns a tuple of three tensors, it is 2. A hook gets and changes only the first
-            tensor, and these other tensors stay as they were.
+            returns a tuple of three tensors, it is 2. A hook reads and changes only the first
+            tensor. The other tensors stay the same.
 
     >>> Receipt(lambda value, point: value * 2, Point("embed"))
     <lambda> at embed: 0 calls changed 0 rows by at most 0

@@ -492,7 +492,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
     ) -> Request:
         """Return the request for a cached run: its points, its optional points and its options.
 
-        An optional point may stay without a value in a run. Its value is then missing in the cache,
+        If a run does not reach an optional point, the value of this point is missing in the cache,
         without an error. In a model with HookPoints, the points inside `OptionalPoints` are
         optional; in any other model, all points are. A point that `names` contains as an exact name
         is never optional.

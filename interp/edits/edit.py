@@ -50,7 +50,7 @@ SAME_EVERYWHERE = ("zero", "scale", "add", "replace", "project_out")
 
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """A change of an activation at a place. The functions of `interp.edits` make them.
+    """A change of some values of an activation. The functions of `interp.edits` make edits.
 
     An edit is a hook: `edit(activation, point)` changes `activation` in place and returns it.
 
@@ -73,7 +73,7 @@ class Edit:
         source: the source of values; None if the change needs no source.
         only_at: the last part of the names of the points where the edit is allowed; empty for all
             points.
-        where: the place, by axis; see `at`.
+        where: the selected indices by axis, such as `{"head": 3, "pos": -1}`: the place.
         n_texts: the number of texts, if a run has several rows for each text, such as one row for
             each answer: first a row of each text, then a second row of each text. The edit then
             makes the same change in all rows of a text. None if each row is a text.
@@ -93,10 +93,10 @@ class Edit:
     n_texts: int | None = None
 
     def at(self, /, **where: Index) -> "Edit":
-        """Return the same edit at a narrower place.
+        """Return the same edit, which also selects along other axes and so changes fewer values.
 
         Args:
-            where: the index along each axis; see `interp.edits`.
+            where: the index along each axis: an integer, a slice, a list, a mask or `all_but(...)`.
 
         Raises:
             ValueError: if the edit already selects along one of these axes.

@@ -80,6 +80,10 @@ MaskOfValues = Bool[Tensor, "*#axes #example"]
 class Result(plots.Shown):
     """Effects, metric(edited) - metric(base), at labelled places, for each example.
 
+    A place has one label along each axis except `example`, such as layer 23 and head 3. Means and
+    intervals are over examples. A printed result shows the three places with the largest absolute
+    mean effects; `top(k)` returns more, and `to_dataframe()` all of them.
+
     Attributes:
         values: the effects, in `unit`. The last axis is `example`. If an effect is NaN, the mean
             and the interval of its place are NaN, and the place is the last in `top`.

@@ -155,7 +155,7 @@ def randomized_svd(
     k = 8). The method is subspace iteration from a random start (Halko, Martinsson & Tropp 2011,
     "Finding structure with randomness", algorithms 4.4 and 5.1).
 
-    The singular values have these errors:
+    The error of a singular value depends on the matrix:
 
     - If the rank is at most `k + oversample`, the result is exact up to rounding.
     - Otherwise the values may be too small, but apart from rounding they are never too large. With
