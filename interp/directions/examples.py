@@ -182,7 +182,20 @@ def _stored(
 
 
 def _selections(where: Selection, yes: StoredTexts, no: StoredTexts) -> tuple[Selection, Selection]:
-    """Return the positions in the texts of each kind."""
+    """Return the selected positions in the texts of each kind, yes and no.
+
+    With a separate index for each text, the selection is divided between the two kinds. Its entries
+    belong to all texts of the store, if both kinds come from one store. Otherwise they belong to
+    the texts of `yes` followed by the texts of `no`; or, if both kinds have the same number of
+    texts and the selection has this number of entries, to the texts of each kind.
+
+    Args:
+        where: the selection.
+        yes, no: the texts of each kind.
+
+    Raises:
+        SelectionError: if the number of entries fits none of these cases.
+    """
     if not where.is_by_example:
         return where, where
     parts = where.parts

@@ -69,7 +69,8 @@ class FeatureExample:
 
 @dataclass(frozen=True)
 class FeatureCard:
-    """The facts about one feature, returned by `feature_cards`.
+    """A description of one feature: where it is active, and what it writes. `feature_cards` returns
+    cards.
 
     Attributes:
         index: the index of the feature in the dictionary.
@@ -77,14 +78,14 @@ class FeatureCard:
         examples: the texts where the feature is largest, in descending order.
         top, bottom: the tokens whose logits the feature raises and lowers most, with the change of
             the logit for a feature value of 1. The change is not divided by the scale of the final
-            norm, which depends on the text. Both are empty if
-            the feature does not write to the residual stream.
+            norm, which depends on the text. Both are empty if the feature does not write to the
+            residual stream.
         nearest: the most similar features of the dictionary, with the cosine of their decoder rows.
         histogram: the number of positions with a positive value in each of 20 equal bins from 0 to
             `largest`.
         largest: the largest value of the feature.
         n_tokens: the number of positions that were read, or None if it is unknown. A feature that
-            is never active may only be rare: see `interp.features.scores.LEAST_FOR_DEAD`.
+            is active at none of them may only be rare, unless they are a million or more.
 
     >>> from interp.features import load_sae
     >>> from models import load

@@ -272,7 +272,10 @@ class Sublayer:
             yield Writers([node_name(self.n, self.kind)], at(self.branch.added)[:, :, None])
 
     def _heads(self, at: At, added: Added | None, adapters: bool) -> Iterator[Writers]:
-        """Yield the heads as writers and, if there is one, the writer of the bias."""
+        """Yield the heads as writers, then the bias and the adapter if they are writers.
+
+        For the arguments, see `outputs`.
+        """
         attention = heads_of(self.branch)
         n_heads = self.heads.stop - self.heads.start
         heads = [node_name(self.n, "head", head) for head in range(n_heads)]
@@ -294,7 +297,10 @@ class Sublayer:
             yield Writers([node_name(self.n, "attn_adapter")], share[:, :, None])
 
     def _mlp(self, at: At, neurons: bool, adapters: bool) -> Iterator[Writers]:
-        """Yield the MLP, or each of its neurons and its bias."""
+        """Yield the MLP, or each of its neurons and its bias, and then its adapter if requested.
+
+        For the arguments, see `outputs`.
+        """
         branch = self.branch
         mlp = neurons_of(branch)
         adapter = adapter_of(branch) if adapters else None
@@ -499,7 +505,17 @@ def _nodes_of_branch(
     readers: dict[NodeName, int],
     time: int,
 ) -> Sublayer:
-    """Add the nodes of a sublayer to the nodes of a graph; see `nodes_of_block`."""
+    """Add the nodes of a sublayer to the nodes of a graph, and return the sublayer.
+
+    Args:
+        n: the number of the block.
+        kind: the kind of the sublayer.
+        branch: the sublayer with its norms.
+        has_bias: whether the bias of the heads is a separate writer.
+        writers, readers: the nodes so far, with the times when they write or read. The new nodes
+            are added to them.
+        time: the time at which the sublayer reads. It writes one unit later.
+    """
     reads: tuple[slice, ...]
     if is_divided(branch):
         divided = divided_of(branch)

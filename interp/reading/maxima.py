@@ -206,7 +206,21 @@ def _values(
     chosen: Mapping[str, int | None],
     vector: Tensor | None,
 ) -> Float[Tensor, "batch pos"]:
-    """Return one number for each position: an entry, a dot product with `vector`, or a norm."""
+    """Return one number for each position, by which positions are ranked.
+
+    It is the value itself if the choice leaves one number at each position, the dot product with
+    `vector` if there is a vector, and otherwise the norm of the remaining vector.
+
+    Args:
+        value: the value of the point.
+        axes: the axes of the value.
+        point: the name of the point, for errors.
+        chosen: the index along axes such as `head` and `neuron`; None for axes without a choice.
+        vector: the direction; None without one.
+
+    Raises:
+        ValueError: if more than one vector remains at each position.
+    """
     where = {}
     for name, index in chosen.items():
         if index is not None:

@@ -107,7 +107,16 @@ class Unedited:
             job.fired = set()
 
     def _try(self, module: nn.Module, edits: list[EditedPoint], output: Any) -> None:
-        """Try the edits of a module on its output, and record the stage of the module."""
+        """Try the edits of a module on its output, so that wrong edits raise their errors now.
+
+        Also record the stage of the forward pass at which the module runs (see `stages`), and
+        whether edited runs can be rows of one batch there.
+
+        Args:
+            module: the module, which has just run.
+            edits: the edits of this module in all edited runs.
+            output: the output of the module. Edits change a copy of its value.
+        """
         point = edits[0].point
         value = first_tensor(output, point)
         call = self._fired.next(point.name)

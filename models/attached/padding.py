@@ -294,7 +294,16 @@ class PaddedPositions:
 
     @without_gradients
     def _changes_output(self, side: padding_messages.Side, copies_text: bool) -> bool:
-        """Return whether one column of padding on a side changes the output of a text."""
+        """Run a text with and without one column of padding, and return whether its logits differ.
+
+        The result is False if this cannot be tested: the model is sharded, reads no tokens, or
+        needs other arguments. One exception is a decoder that copies a text with padding on the
+        left: without a test, its logits count as different.
+
+        Args:
+            side: the side of the padding.
+            copies_text: whether the decoder gets no text and copies the text of the encoder.
+        """
         attached = self._attached
         model = attached.model
         if has_shards(model):

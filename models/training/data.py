@@ -1,7 +1,8 @@
 """Settings, texts and batches of training, and the loss of each next token.
 
-Tokens for training are one text [pos], or walks [walk, pos]. Walks are many texts of equal length,
-such as random walks on a graph. A window, which is a row of a batch, is always inside one walk.
+Tokens for training are one long text [pos], or many texts of equal length [walk, pos]. They are
+called walks here, because random walks on a graph are the usual example. A window, which is a row
+of a batch, is always inside one walk.
 """
 
 import math
@@ -52,9 +53,9 @@ batches, without an error.
 
 
 TrainingText = Int[Tensor, "*_walk _pos"] | Sequence[int]
-"""A text [pos], or walks [walk, pos], which are texts of equal length.
+"""One long text [pos], or many texts of equal length [walk, pos], such as random walks on a graph.
 
-No window contains parts of two walks.
+A window, a row of a training batch, never contains parts of two of these texts.
 """
 
 
@@ -76,8 +77,8 @@ class TrainingConfig:
         weight_decay: AdamW's weight decay of matrices. Biases and norms are not decayed.
         clip: the largest norm of the whole gradient; 0 means no limit.
         seed: the seed of batches and dropout.
-        train_fraction: the share of the text, or of the walks (see `TrainingText`), for training.
-            The rest is held out.
+        train_fraction: the share of the text, or of many texts of equal length, for training. The
+            rest is held out.
         evaluate_every: steps between validations. A checkpoint is saved after each validation. Both
             are also done after the last step.
         characters_per_token: mean number of characters per token, for bits per character: 1 if
@@ -320,8 +321,8 @@ def sample_batch(
     """Return random windows of a text.
 
     Args:
-        tokens: a text [pos], or walks [walk, pos], which are many texts of equal length. Each
-            window is inside one walk.
+        tokens: one long text [pos], or many texts of equal length [walk, pos], such as random walks
+            on a graph. Each window is inside one text.
         batch: the number of windows.
         length: the number of tokens of a window.
         generator: the generator of the draws, on the CPU.
@@ -331,7 +332,7 @@ def sample_batch(
         likely.
 
     Raises:
-        ValueError: if the text, or each walk, is shorter than a window.
+        ValueError: if the text, or each of many texts, is shorter than a window.
 
     >>> rows = sample_batch(torch.arange(10), 2, 4, torch.Generator().manual_seed(0))
     >>> (rows - rows[:, :1]).tolist()
@@ -356,12 +357,12 @@ def evaluate(
 ) -> Evaluation:
     """Return the mean loss over consecutive windows of the whole context, in evaluation mode.
 
-    Windows do not overlap. A shorter rest at the end of a text or walk is ignored. At the end, the
-    mode of each module is restored.
+    Windows do not overlap. A shorter rest at the end of a text is ignored. After the evaluation,
+    each module is again in the mode (training or evaluation) that it was in before.
 
     Args:
         model: the model to measure.
-        tokens: a text [pos], or walks [walk, pos], which are many texts of equal length.
+        tokens: one long text [pos], or many texts of equal length [walk, pos].
         batch: the number of windows that are read at once.
         characters_per_token: the mean length of a token; 1 if tokens are characters.
         loss: the loss; see `train`. Default: the loss of each next token.

@@ -84,12 +84,12 @@ def train(
     Args:
         model: the model. At the end, the mode of each module is restored, and no gradients are
             left.
-        data: a text [pos], or walks [walk, pos], which are many texts of equal length. Random
-            windows are drawn from them, each inside one walk. Without `validation`, they are drawn
+        data: one long text [pos], or many texts of equal length [walk, pos]. Random windows are
+            drawn from them, each inside one text. Without `validation`, they are drawn
             from the first `config.train_fraction`; with `validation`, from everything. Or a
             function of a step and a generator that returns the batch of the step; see `Batches`.
         config: the settings of training.
-        validation: the held-out text, or walks, for the validation loss.
+        validation: the held-out text, or held-out texts, for the validation loss.
         directory: the folder for the log and the checkpoint. Default: nothing is written.
         resume: whether to continue from the checkpoint in the directory.
         after_step: a function that is called with the model, the number of steps and the last loss
