@@ -699,7 +699,12 @@ class _Decomposer:
     def _with_tokens(
         self, change: MatrixChange, directions: Float[Tensor, "top d_model"]
     ) -> MatrixChange:
-        """Return a change with the tokens of the directions that the matrix writes."""
+        """Return a change with the tokens that its directions promote most.
+
+        Args:
+            change: the change of a matrix that writes to the stream.
+            directions: the directions that the change writes. Each end of a direction has tokens.
+        """
         both = torch.stack([directions, -directions], 1)
         logits = logits_of_directions(self.models, both.flatten(0, 1))
         best = logits.topk(min(self.n_tokens, logits.shape[-1]))

@@ -481,7 +481,19 @@ def _reading(
     point: Point,
     reads: str | Mapping[str, str] | None,
 ) -> Point:
-    """Return the point that a dictionary at `point` reads."""
+    """Return the point that a dictionary reads: its own point, or another point for a transcoder.
+
+    Args:
+        runner: the runner of the model.
+        dictionary: the dictionary.
+        point: the point that the dictionary writes.
+        reads: the name of the point from the user, or names by the points of transcoders; None for
+            the point in the config.
+
+    Raises:
+        ValueError: if the point that a transcoder reads is unknown.
+        HookError: if a transcoder reads and writes in different blocks.
+    """
     name = reads.get(point.name) if isinstance(reads, Mapping) else reads
     if name is None:
         if not dictionary.is_transcoder:

@@ -186,7 +186,16 @@ def _weights(
     window: tuple[slice | None, slice | None],
     heads: Sequence[tuple[int, int]] | None,
 ) -> _Drawn:
-    """Read the weights of one text in a window of queries and keys, one layer at a time."""
+    """Read the attention weights of one text in a window of queries and keys, layer by layer.
+
+    A large window is cut to its last queries and keys, so that the page stays small.
+
+    Args:
+        cache: the cache with the patterns.
+        example: the index of the text.
+        window: the slices of queries and of keys; None for all.
+        heads: the heads, (layer, head); None for all heads.
+    """
     names = cache.layer_names("pattern")
     layers = [*names] if heads is None else [*dict.fromkeys(layer for layer, _ in heads)]
     weights: dict[tuple[int, int], Tensor] = {}

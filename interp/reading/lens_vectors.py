@@ -188,7 +188,17 @@ def _pursue_rows(
     norms: Float[Tensor, " vocab"],
     k: int,
 ) -> Pursuit:
-    """Return the sparse decomposition of a few vectors, with k columns."""
+    """Return a few vectors as sums of lens vectors and a rest, with `k` columns of lens vectors.
+
+    Each step adds the lens vector with the largest cosine to the rest of a vector, and then fits
+    the sizes of all selected lens vectors again. After the pursuit of a vector has ended, its
+    further columns have the token -1.
+
+    Args:
+        vectors: the vectors, as a batch of one.
+        jacobian, unembedding, k: the arguments of `pursue`.
+        norms: the length of each lens vector.
+    """
     (vectors,) = vectors
     n_rows = len(vectors)
     size = vectors.norm(dim=-1)

@@ -390,7 +390,15 @@ class ChosenOutputs(Computed):
     factor: float = 1.0
 
     def passed(self, module: Any, args: Any, output: Tensor) -> Tensor | None:
-        """Return the output with the changes of the point; None if nothing changes."""
+        """Pass the output of each selected expert through the point, and return the new output.
+
+        The result is None if no hook changes a value.
+
+        Args:
+            module: the module of all experts.
+            args: its arguments: the vectors, the selected experts and their weights.
+            output: its output, the weighted sum over the selected experts.
+        """
         x = args[0]
         chosen, weights = sorted(args[1:], key=torch.is_floating_point)
         size = x.shape[-1]

@@ -208,7 +208,20 @@ class StackForward(Replaced):
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Return the output of a run that may read the next piece of a text."""
+        """Run the model inside a context that tells edits which columns of the texts the run reads.
+
+        The run may be a step of a generation, which reads only the next piece of each text. The
+        column where the piece starts follows from the mask, the cache or the earlier runs.
+
+        Args:
+            texts: the number of texts and the number of positions of this run.
+            real: the mask of real tokens, from the first column of the texts; None without a mask.
+            others: masks of other texts that the run reads, by the axis of their columns.
+            args, kwargs: the arguments of the run.
+
+        Returns:
+            The output of the model.
+        """
         cache = next(filter(is_cache, (*args, *kwargs.values())), None)
         moved = (
             cache is not None
