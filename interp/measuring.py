@@ -173,8 +173,8 @@ class TokenMetric:
 
         Raises:
             TypeError: if the logits are not a tensor.
-            ValueError: if the logits are not [batch, pos, vocab], or the mask contains other
-                numbers than 0 and 1.
+            ValueError: if the logits are not [batch, pos, vocab], if the mask contains other
+                numbers than 0 and 1, or if the metric reads padding.
         """
         scores = logits_in(logits)
         require_kind("logits", scores, Tensor, "a tensor [batch, pos, vocab]", _LOGITS_HINT)
@@ -183,7 +183,7 @@ class TokenMetric:
             raise ValueError(f"{rule}; got {shown(scores)}; {_LOGITS_HINT}")
         mask = mask_of_logits(self, scores, attention_mask)
         if mask is not None:
-            scores = last_real(scores, self.last, mask)
+            scores = last_real(scores, last_of(self, mask), mask)
         return self.function(scores)
 
     def __repr__(self) -> str:

@@ -12,7 +12,7 @@ import torch
 import interp
 import models
 from hooks import ActivationCache, CacheError, EditError, HookedRunner, SelectionError, token_mask
-from interp import Pairs, edits, protocol
+from interp import Pairs, directions, edits, features, protocol, store
 from interp.inputs.cached import text_of
 from interp.measuring import measure
 from tests import tiny
@@ -267,6 +267,109 @@ def test_means_over_texts_leave_out_padded_positions(function, options, side, an
     few = count < 3
     assert found.interval().low[few].isnan().all()
     assert found.interval().low[~few].isfinite().all()
+
+
+def directed(model, yes, pos):
+    """Return the difference of means between texts and one other text at a position."""
+    no = [[2, 4, 3, 1]]
+    if isinstance(yes, ActivationCache):
+        _, no = interp.run_with_cache(model, no)
+    contrast = directions.Contrast(yes, no, pos=pos)
+    return directions.difference_of_means(model, contrast, POINT)[POINT]
+
+
+POINT = "blocks.0.resid_post"
+# Each function gets the model, the texts, and a cache of the texts.
+IN_COLUMNS = {
+    "run": lambda model, texts, cache: HookedRunner(model).run_with_cache(texts, pos=[0]),
+    "cache": lambda model, texts, cache: cache.at(pos=[0]),
+    "edit": lambda model, texts, cache: HookedRunner(model).run_with_hooks(
+        texts, hooks={POINT: edits.zero(pos=0)}
+    ),
+    "log_prob": lambda model, texts, cache: measure(interp.log_prob(3, pos=0), model(texts), texts),
+    "cross_entropy": lambda model, texts, cache: measure(
+        interp.cross_entropy(texts, pos=0), model(texts), texts
+    ),
+    "reading": lambda model, texts, cache: interp.direct_logit_attribution(
+        model, cache, right=3, pos=0
+    ),
+    "pairs": lambda model, texts, cache: Pairs(texts, texts, ANSWERS, pos=0).metric(model(texts)),
+    "contrast of a cache": lambda model, texts, cache: directed(model, cache, 0),
+    "steering_curve": lambda model, texts, cache: directions.steering_curve(
+        model,
+        directions.Direction({POINT: torch.ones(model.config.d_model)}),
+        texts,
+        [1.0],
+        interp.log_prob(3),
+        pos=0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_COLUMNS)
+def test_the_first_position_is_a_column_of_the_batch(name):
+    """Texts with padding on the left have no such column."""
+    model, function = model_of("rotary"), IN_COLUMNS[name]
+    for side in ("right", "left"):
+        texts = model.to_tokens(ROWS, side=side)
+        _, cache = interp.run_with_cache(model, texts)
+        if side == "right":
+            function(model, texts, cache)
+        else:
+            with pytest.raises(SelectionError, match="must be a real token; got padding at col"):
+                function(model, texts, cache)
+
+
+@functools.cache
+def relu_dictionary(d_model):
+    """Return a dictionary with random weights in float64."""
+    generator = torch.Generator().manual_seed(5)
+    W_enc = torch.randn(d_model, 11, generator=generator).double()
+    zeros = torch.zeros(11).double(), torch.zeros(d_model).double()
+    return features.Dictionary(W_enc, W_enc.T.contiguous(), *zeros, torch.nn.ReLU())
+
+
+def spliced(model, texts, pos):
+    dictionary = relu_dictionary(model.config.d_model)
+    with features.splice(model, {POINT: dictionary}, pos=pos) as runner:
+        logits = runner.run_with_hooks(texts)
+    return [row[real] for row, real in zip(logits, texts.real, strict=True)]
+
+
+def strongest_at(model, texts, pos):
+    vector = torch.ones(model.config.d_model).double()
+    places = interp.max_activating(model, texts, POINT, vector=vector, k=9, pos=pos)
+    return [torch.tensor(place.value) for place in sorted(places, key=lambda place: place.text)]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("function", [spliced, strongest_at])
+@pytest.mark.parametrize("pos", [0, 2])
+def test_the_first_position_is_the_first_real_token(function, pos, side):
+    """The expected values are of the texts alone, which have no padding."""
+    model = model_of("rotary")
+    found = function(model, model.to_tokens(ROWS, side=side), pos)
+    alone = [function(model, model.to_tokens([row]), pos)[0] for row in ROWS]
+    torch.testing.assert_close(found, alone, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_contrast_of_texts_counts_real_tokens_and_a_store_counts_tokens_of_pieces(side, tmp_path):
+    model = model_of("rotary")
+    texts = model.to_tokens(ROWS, side=side)
+    alone = [interp.run_with_cache(model, [row])[1][POINT][0] for row in ROWS]
+    first = torch.stack([values[1] for values in alone])
+    _, other = interp.run_with_cache(model, [[2, 4, 3, 1]])
+    expected = first.mean(0) - other[POINT][0, 1]
+    torch.testing.assert_close(directed(model, texts, 1).double(), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(SelectionError, match="must be a real token"):
+        directed(model, texts, 6)
+    config = store.HarvestConfig(pos=1, context=3)
+    rows = store.harvest(model, ROWS, POINT, tmp_path / "store", config)
+    ((values,),) = rows.batches(99, seed=None)
+    # The texts of 5, 7 and 4 tokens have pieces of 3 and 2, of 3, 3 and 1, and of 3 and 1.
+    torch.testing.assert_close(values[[0, 2, 4]], first.to(values.dtype))
+    assert len(values) == 2 + 2 + 1
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

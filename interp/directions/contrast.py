@@ -49,7 +49,8 @@ class Contrast:
             texts of `yes` followed by the texts of `no`; with `labels`, the texts of the store. For
             matched lists, write `"pairs"`: then text n of `yes` and text n of `no` are one group.
             Default: each text is a group.
-        pos: the positions of the examples in each text; None for all tokens. Padding is never an
+        pos: the positions of the examples in each text; None for all tokens. Position 0 is the
+            first token of a text; in a cache of padded texts, it is column 0. Padding is never an
             example. For chats (`models.chat`), it can be the name of a span. It can also contain a
             list of positions for each text: for the texts of `yes` followed by the texts of `no`,
             or one sequence of lists that is used for both kinds; with `labels`, for the texts of
