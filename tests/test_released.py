@@ -1,8 +1,19 @@
 """The comparison of the record with the record of a release."""
 
+import subprocess
+
 import pytest
 
-from tests.released import ROOT, changed_arguments, entries, faults, main, parts, signature
+from tests.released import (
+    ROOT,
+    changed_arguments,
+    entries,
+    faults,
+    last_release,
+    main,
+    parts,
+    signature,
+)
 
 BEFORE = """interp
   class Pairs(Shown)
@@ -145,6 +156,29 @@ def test_separators_inside_brackets_and_quotes_divide_nothing():
         ("**options", {"n: int", "k: str"}, None),
     ]
     assert changed_arguments(arguments, arguments) == []
+
+
+def test_the_last_release_is_the_last_tag_before_the_commit(monkeypatch, tmp_path):
+    """The tag of the commit itself, and tags of release candidates, are no earlier releases."""
+
+    def git(*words):
+        author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        subprocess.run(["git", *author, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    monkeypatch.setattr("tests.released.ROOT", tmp_path)
+    record = tmp_path / "tests/signatures.txt"
+    record.parent.mkdir()
+    git("init")
+    for name in ("v0.1.0", "v0.2.0rc1", "v0.2.0"):
+        record.write_text(f"the record of {name}\n")
+        git("add", ".")
+        git("commit", "-m", name)
+        if name == "v0.1.0":
+            assert last_release() is None
+        git("tag", name)
+    assert last_release() == ("0.1.0", "the record of v0.1.0\n")
+    git("commit", "--allow-empty", "-m", "later")
+    assert last_release() == ("0.2.0", "the record of v0.2.0\n")
 
 
 def test_the_command_says_that_there_is_no_tag_or_compares_with_the_last_tag(monkeypatch, capsys):
