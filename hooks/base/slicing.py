@@ -30,14 +30,15 @@ class Slice:
     def __init__(self, where: Mapping[str, Index], masks: TextMasks) -> None:
         self.where = where
         self._masks = masks.of_texts(where.get("batch", slice(None)))
-        self._dropped = {axis for axis, index in where.items() if Selection(index).is_one}
-        # Separate the indices that select the same columns in each text from the indices that count
-        # real tokens.
+        self._axes_of_integers = {axis for axis, index in where.items() if Selection(index).is_one}
+        # An index in `_subscripts` selects the same columns in each text, so a subscript of PyTorch
+        # applies it. An index in `_columns_by_axis` counts real tokens, so it selects different
+        # columns in texts with different padding.
         self._subscripts: dict[str, Index] = {}
-        self._by_text: dict[str, Selection] = {}
+        self._columns_by_axis: dict[str, Selection] = {}
         for axis, index in where.items():
             if self._counts_real_tokens(axis, index):
-                self._by_text[axis] = Selection(index)
+                self._columns_by_axis[axis] = Selection(index)
             else:
                 self._subscripts[axis] = index
 
@@ -58,7 +59,7 @@ class Slice:
         Args:
             axes: the axes of the value before slicing.
         """
-        return tuple(axis for axis in axes if axis not in self._dropped)
+        return tuple(axis for axis in axes if axis not in self._axes_of_integers)
 
     def part(self, value: Tensor, axes: tuple[str, ...], name: str) -> Tensor:
         """Return the part of a value.
@@ -71,9 +72,13 @@ class Slice:
         subscripts = {axis: index for axis, index in self._subscripts.items() if axis in axes}
         _require_inside(value, axes, where=subscripts, name=name)
         part: Tensor = value[index_by_axis(axes, subscripts, name)]
-        # The subscripts have dropped the axes of their integers, and `part` has the other axes.
-        axes = tuple(axis for axis in axes if axis in self._by_text or axis not in self._dropped)
-        for axis, selection in self._by_text.items():
+        # `part` has no axes for the integers in the subscripts, but still all axes of texts.
+        axes = tuple(
+            axis
+            for axis in axes
+            if axis in self._columns_by_axis or axis not in self._axes_of_integers
+        )
+        for axis, selection in self._columns_by_axis.items():
             if axis in axes:
                 mask = self._masks.along(axis, name)
                 part = _columns_of(part, axes, axis=axis, selection=selection, mask=mask, what=name)
@@ -93,7 +98,7 @@ class Slice:
         for axis, mask in masks.items():
             if axis not in self.where:
                 sliced[axis] = mask
-            elif axis not in self._dropped:
+            elif axis not in self._axes_of_integers:
                 sliced[axis] = _columns_of(
                     mask,
                     ("batch", axis),

@@ -32,8 +32,11 @@ from interp.results.result import Result
 
 # The largest number of logits of one model that are computed together: 16 MiB in float64.
 _LOGITS_AT_ONCE = 2**21
-_CONTROLS = ("random", "base on the next text", "tuned on the next text")
-_FORMER_CONTROLS = {"other texts": "base on the next text", "shuffled": "tuned on the next text"}
+_RANDOM = "random"
+_BASE_ON_NEXT = "base on the next text"
+_TUNED_ON_NEXT = "tuned on the next text"
+_CONTROLS = (_RANDOM, _BASE_ON_NEXT, _TUNED_ON_NEXT)
+_FORMER_CONTROLS = {"other texts": _BASE_ON_NEXT, "shuffled": _TUNED_ON_NEXT}
 
 
 class Controls(dict[str, Result]):
@@ -184,8 +187,7 @@ def _masks(text: Text) -> dict[str, Bool[Tensor, "batch pos"]]:
     """
     real = text.real.cpu()
     both = real & real.roll(-1, 0) if len(real) > 1 else torch.zeros_like(real)
-    _, of_base, of_tuned = _CONTROLS
-    return {"difference": real, "random": real, of_base: both, of_tuned: both}
+    return {"difference": real, _RANDOM: real, _BASE_ON_NEXT: both, _TUNED_ON_NEXT: both}
 
 
 def _masked(
@@ -204,8 +206,8 @@ def _relative(
     size = base.norm(dim=-1)
     return {
         "difference": (tuned - base).norm(dim=-1) / size,
-        "base on the next text": (base.roll(-1, 0) - base).norm(dim=-1) / size,
-        "tuned on the next text": (tuned.roll(-1, 0) - base).norm(dim=-1) / size,
+        _BASE_ON_NEXT: (base.roll(-1, 0) - base).norm(dim=-1) / size,
+        _TUNED_ON_NEXT: (tuned.roll(-1, 0) - base).norm(dim=-1) / size,
     }
 
 
@@ -246,16 +248,16 @@ def _divergences(
         parts.append(
             {
                 "difference": divergence(ours, theirs),
-                "random": divergence(random, theirs),
-                "base on the next text": divergence(theirs.roll(-1, 0), theirs),
-                "tuned on the next text": divergence(ours.roll(-1, 0), theirs),
+                _RANDOM: divergence(random, theirs),
+                _BASE_ON_NEXT: divergence(theirs.roll(-1, 0), theirs),
+                _TUNED_ON_NEXT: divergence(ours.roll(-1, 0), theirs),
             }
         )
     joined = {}
     for kind in parts[0]:
         joined[kind] = torch.cat([piece[kind] for piece in parts], 1)
     if not has_unembed(models.base):
-        joined["random"] = torch.full_like(joined["random"], torch.nan)
+        joined[_RANDOM] = torch.full_like(joined[_RANDOM], torch.nan)
     return joined
 
 
