@@ -217,13 +217,16 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
     ) -> Any:
         """Run the model under edits and return its output.
 
+        As in an ordinary call of the model, autograd records the run. To save time and memory
+        without gradients, call it inside `torch.no_grad()`.
+
         Args:
             args, kwargs: the model's arguments.
             hooks: a mapping from selectors to functions, or pairs of them. `fn(activation, point)`
                 returns the value to continue with, or writes into `activation`, its own copy, and
                 returns None. Several functions at a point act in the given order. A function
-                receives the whole value, including padding; `token_mask()` returns the mask of real
-                tokens.
+                receives the whole value, including padding: `activation[:, -1]` is padding in the
+                shorter texts of a batch. `token_mask()` returns the mask of real tokens.
             backward: likewise `fn(gradient, point)`, called by `backward()` on this output. These
                 functions belong to the graph of this run, not to the model.
 

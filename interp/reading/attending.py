@@ -52,7 +52,16 @@ Sources = Float[Tensor, "source example d_head"]
 
 
 class AskedPlace(NamedTuple):
-    """The place of the score to explain; for the fields see `attention_attribution`."""
+    """The attention score to explain: of one head, one query and one key.
+
+    Attributes:
+        head: the layer and the head.
+        query: the position that attends, or one position for each example.
+        key: the position that is attended to, or one position for each example. Default: the key
+            with the most attention.
+        against: another key, or `mean`, to explain the difference of two scores. Default: explain
+            the score itself.
+    """
 
     head: tuple[int, int]
     query: Index
