@@ -225,7 +225,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
             hooks: a mapping from selectors to functions, or pairs of them. `fn(activation, point)`
                 returns the value to continue with, or writes into `activation`, its own copy, and
                 returns None. Several functions at a point act in the given order. A function
-                receives the whole value, including padding: `activation[:, -1]` is padding in the
+                receives the whole value with padding, so `activation[:, -1]` may be padding in the
                 shorter texts of a batch. `token_mask()` returns the mask of real tokens.
             backward: likewise `fn(gradient, point)`, called by `backward()` on this output. These
                 functions belong to the graph of this run, not to the model.
