@@ -95,7 +95,8 @@ def attribution_patching(
             it for saturated attention, which has almost no gradient at queries and keys.
         grad_drop: compute the gradient once for each layer, ignoring all paths through the outputs
             of that layer. The effect is then the mean of the absolute values of these estimates, so
-            that paths with opposite effects do not cancel.
+            that paths with opposite effects do not cancel. Inside a layer, the mean is over the
+            other layers, because the place has no path that avoids its own layer.
         progress: whether to show a bar after two seconds.
 
     Returns:
@@ -209,13 +210,21 @@ def _by_point(
         # The estimate for a text is the sum over its answers.
         effect = runs.per_example(estimates[name](gradient))
         if dropped:
-            effect = by_point.get(name, 0) + effect.abs() / (len(dropped) - 1)
+            # The outputs of a layer block the gradient at all points inside the layer, so one of
+            # the estimates is always 0. At a point of the stream, no estimate is.
+            n_estimates = len(dropped) if _is_in_stream(name) else len(dropped) - 1
+            effect = by_point.get(name, 0) + effect.abs() / n_estimates
         by_point[name] = effect
 
     passes = dropped or [()]
     for n, without in enumerate(progress_of(passes, "backward passes", len(passes)), 1):
         run.backward(receive, without, last=n == len(passes))
     return by_point
+
+
+def _is_in_stream(name: str) -> bool:
+    """Return whether a point is in the residual stream, and not inside a layer."""
+    return name.rpartition(".")[2] in ("embed", "pos_embed", "resid_pre", "resid_mid", "resid_post")
 
 
 def _added_by_blocks(points: Mapping[str, Point]) -> list[list[str]]:

@@ -38,6 +38,7 @@ def faithfulness(
     source: CircuitSource = "pair",
     *,
     seed: int = 0,
+    connected: bool = False,
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> Result:
@@ -52,6 +53,9 @@ def faithfulness(
         circuit: the edges that are not replaced.
         source: the source of the replaced values; see `run_circuit`. Default: the corrupted texts.
         seed: the seed of a random circuit with the same number of edges, for comparison.
+        connected: whether all edges of the random circuit are on a path from the input to the
+            logits; see `circuits.random`. Default: any edges, whose share is usually 0 in a large
+            graph.
         max_bytes: a bound on the memory in bytes, not counting the model; see `run_circuit`.
         progress: whether to show a bar after two seconds.
 
@@ -79,7 +83,7 @@ def faithfulness(
     [0.797, 0.0]
     """
     runs = CircuitRuns(model, pairs, circuit, source=source, max_bytes=max_bytes)
-    random_circuit = random(circuit.graph, len(circuit), seed)
+    random_circuit = random(circuit.graph, len(circuit), seed, connected=connected)
     metrics = torch.stack([runs(circuit), runs(random_circuit)])
     return runs.shares(metrics - runs.none, "circuit", ("circuit", "random"))
 

@@ -239,14 +239,16 @@ def _whole_change(sites: Sites, name: str, start: Gradients) -> Tensor:
         name: the name of the point.
         start: the run at the start of the path.
     """
-    base = start.values[name]
-    changed = at_least_float32(base).clone()
+    base = at_least_float32(start.values[name])
     if sites.edit is None and "span" not in sites.places:
-        return at_least_float32(sites.values[name]) - changed
+        return at_least_float32(sites.values[name]) - base
+    change = torch.zeros_like(base)
     with reading(start.pieces[name]):
-        for edit in edits_of_point(sites, name, base):
-            changed = edit(changed, sites.points[name])
-    return changed - base
+        for edit in edits_of_point(sites, name, start.values[name]):
+            change_of_span = edit(base.clone(), sites.points[name]) - base
+            # Spans may share positions, whose values change only once.
+            change = torch.where(change_of_span == 0, change, change_of_span)
+    return change
 
 
 def _rounded(gaps: Sequence[float]) -> list[float]:

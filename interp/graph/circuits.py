@@ -7,7 +7,7 @@ with `signed=True`, how much the edge helps. All three prune edges that are not 
 import heapq
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from hooks.base import seeded
@@ -94,7 +94,9 @@ def top(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
     return _circuit(graph, scores, largest(strengths(graph, scores, signed), n, graph))
 
 
-def greedy(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
+def greedy(
+    graph: Graph, scores: Result, n: int, signed: bool = False, *, exact: bool = False
+) -> Circuit:
     """Return the circuit of `n` edges that are selected one by one, from the logits backward.
 
     Each step selects the strongest edge that leads to a node of the circuit so far (Hanna et al.
@@ -109,6 +111,9 @@ def greedy(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circui
         n: the number of edges to select.
         signed: whether to use how much an edge helps as its strength, instead of its absolute mean
             effect; see `above`.
+        exact: whether the pruned circuit must have exactly `n` edges. An edge that would connect
+            too many others is then left out. If no edge is left to select, the circuit has fewer
+            edges; this can happen for the smallest circuits. Default: False, as in the paper.
 
     Returns:
         A circuit with the scores of the edges, in the metric's unit.
@@ -126,8 +131,24 @@ def greedy(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circui
     ['input->a0.h3<v>', 'input->m0', 'a0.h3->m0', 'm0->m1']
     """
     strength = strengths(graph, scores, signed)
+    largest(strength, n, graph)
+    return _circuit(graph, scores, _backward(graph, strength, n, exact))
+
+
+def _backward(
+    graph: Graph, strength: Float[Tensor, "writer reader"], n: int, exact: bool
+) -> Bool[Tensor, "writer reader"]:
+    """Return a table of edges that are selected one by one, from the logits backward.
+
+    Args:
+        graph: the graph.
+        strength: the strength of each edge.
+        n: the number of edges; with `exact`, the number of edges after pruning.
+        exact: see `greedy`.
+    """
     feeds = feeding(graph)
-    kept = largest(strength, n, graph).zero_()
+    kept = torch.zeros_like(graph.allowed)
+    grown = _Connected(feeds)
     # The edges to all reached readers, the strongest edge first.
     candidates: list[tuple[float, int, int]] = []
     reached: set[int] = set()
@@ -139,26 +160,74 @@ def greedy(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circui
                 heapq.heappush(candidates, (-strength[writer, reader].item(), writer, reader))
 
     reach(len(graph.readers) - 1)
-    for _ in range(n):
-        if not candidates:
-            break
+    n_counted = 0
+    while candidates and n_counted < n:
         _, writer, reader = heapq.heappop(candidates)
+        n_new = grown.gain(writer, reader) if exact else 1
+        if n_counted + n_new > n:
+            continue
+        n_counted += n_new
+        grown.add(writer, reader)
         kept[writer, reader] = True
         for reader_of_writer in feeds[writer].nonzero().flatten().tolist():
             reach(reader_of_writer)
-    return _circuit(graph, scores, kept)
+    return kept
 
 
-def random(graph: Graph, n: int, seed: int = 0) -> Circuit:
-    """Return the circuit of `n` random edges, for comparison. No edge is pruned.
+class _Connected:
+    """The edges of a growing circuit that are on a path from the input.
+
+    All edges of the circuit must have a path to the logits.
+
+    Args:
+        feeds: True where a reader belongs to the same node as a writer; see `feeding`.
+    """
+
+    def __init__(self, feeds: Bool[Tensor, "writer reader"]) -> None:
+        self._fed_by = [column.nonzero().flatten().tolist() for column in feeds.T]
+        # The writers that an edge from the input reaches. Writers that read nothing are the input.
+        self._alive = {*(~feeds.any(1)).nonzero().flatten().tolist()}
+        self._readers: list[list[int]] = [[] for _ in feeds]
+
+    def gain(self, writer: int, reader: int) -> int:
+        """Return how many more edges are on a path from the input after an edge is added."""
+        return 0 if writer not in self._alive else 1 + self._reached(reader)[0]
+
+    def add(self, writer: int, reader: int) -> None:
+        """Add an edge."""
+        self._readers[writer].append(reader)
+        if writer in self._alive:
+            self._alive |= self._reached(reader)[1]
+
+    def _reached(self, reader: int) -> tuple[int, set[int]]:
+        """Return the number of edges and the writers that are newly reached through a reader."""
+        n_edges = 0
+        writers: set[int] = set()
+        readers = [reader]
+        while readers:
+            for writer in self._fed_by[readers.pop()]:
+                if writer not in self._alive and writer not in writers:
+                    writers.add(writer)
+                    n_edges += len(self._readers[writer])
+                    readers += self._readers[writer]
+        return n_edges, writers
+
+
+def random(graph: Graph, n: int, seed: int = 0, *, connected: bool = False) -> Circuit:
+    """Return the circuit of `n` random edges, for comparison.
+
+    In a large graph, random edges are usually on no path from the input to the logits, so the
+    circuit does as much as no edge. With `connected`, all edges are on a path.
 
     Args:
         graph: the graph of the model.
         n: the number of edges.
         seed: the seed of the choice of edges. Default: 0.
+        connected: whether to draw edges as the function `greedy` selects them with `exact=True`,
+            with random strengths. Default: each set of `n` edges of the graph is equally likely.
 
     Returns:
-        The circuit of exactly `n` edges. Each set of `n` edges of the graph is equally likely.
+        The circuit of exactly `n` edges.
 
     Raises:
         ValueError: if the graph has fewer than `n` edges.
@@ -170,7 +239,11 @@ def random(graph: Graph, n: int, seed: int = 0) -> Circuit:
     require_made("graph", graph, Graph)
     generator = seeded(seed)
     random_numbers = torch.rand(graph.allowed.shape, generator=generator)
-    return Circuit(graph, largest(random_numbers, n, graph))
+    kept = largest(random_numbers, n, graph)
+    if connected:
+        kept = _backward(graph, random_numbers, n, exact=True)
+        return Circuit(graph, kept).pruned()
+    return Circuit(graph, kept)
 
 
 def strengths(graph: Graph, scores: Result, signed: bool) -> Float[Tensor, "writer reader"]:

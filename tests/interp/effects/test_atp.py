@@ -193,7 +193,8 @@ def test_grad_drop_is_the_mean_size_without_each_block(form):
                 for g in gradients
                 if name in g
             ]
-            close(found.values[layer], sum(each) / 2)
+            # Inside a layer, the gradient is 0 if the outputs of this layer block it.
+            close(found.values[layer], sum(each) / (3 if site == "resid_pre" else 2))
     assert found.about["signed"] is False
 
 

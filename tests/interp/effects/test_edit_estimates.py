@@ -286,3 +286,17 @@ def test_bad_edits_are_refused(error, match, options, analysis):
     options = {"site": "resid_pre", **options}
     with pytest.raises(error, match=match):
         analysis(model, alone(), **options)
+
+
+@pytest.mark.parametrize("edit", [edits.add(torch.tensor(0.02).double()), edits.scale(0.2)])
+def test_spans_may_share_positions_on_a_path(edit):
+    """A shared position moves once, so equal spans have the effects of one span."""
+    model = variant("pre")
+    spans = {"a": [[1, 2]] * BATCH, "b": [[1, 2]] * BATCH}
+    given = dict(site="mlp_out", over=["layer", "span"], layers=0, steps=64, edit=edit)
+    alone, both = (
+        integrated_gradients(model, Pairs(BASE, spans=of_pairs, metric=METRIC), **given)
+        for of_pairs in ({"a": spans["a"]}, spans)
+    )
+    for number in range(2):
+        torch.testing.assert_close(both.values[:, number], alone.values[:, 0])

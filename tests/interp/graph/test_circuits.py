@@ -123,6 +123,39 @@ def test_greedy_takes_the_best_edge_to_a_node_it_has(signed):
     assert {*greedy(GRAPH, scores, 30, signed)} == connected(taken)
 
 
+@pytest.mark.parametrize("n", [0, 1, 2, 5, 17, 60, len(EDGES)])
+def test_a_circuit_may_have_exactly_as_many_edges_as_asked(n):
+    """The reference tries each edge in order and counts connected edges by hand."""
+    scores = scored(2)
+    matters = {edge: abs(score) for edge, score in by_edge(scores).items()}
+    taken, passed_over = [], set()
+    while len(connected(taken)) < n:
+        has = {edge.split("->")[0] for edge in taken} | {"logits"}
+        waiting = [
+            edge
+            for edge in EDGES
+            if edge not in taken
+            and edge not in passed_over
+            and any(feeds(node, edge.split("->")[1]) for node in has)
+        ]
+        if not waiting:
+            break
+        best = max(waiting, key=matters.get)
+        if len(connected([*taken, best])) > n:
+            passed_over.add(best)
+        else:
+            taken.append(best)
+    circuit = greedy(GRAPH, scores, n, exact=True)
+    assert {*circuit} == connected(taken)
+    # Two edges may be impossible: the strongest edges into the logits need longer paths.
+    assert len(circuit) == n or n == 2
+    drawn = [random(GRAPH, n, seed, connected=True) for seed in range(3)]
+    for each in drawn:
+        assert len(connected([*each])) == len(each)
+        assert len(each) == n or n == 2
+    assert n not in (17, 60) or drawn[0] != drawn[1]
+
+
 def test_a_circuit_without_a_node_has_none_of_its_edges():
     circuit = ~Circuit(GRAPH, [])
     left = circuit.without("a0.h4")
