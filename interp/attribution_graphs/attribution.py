@@ -21,6 +21,7 @@ from hooks.base import (
     require_integer,
     require_kind,
     shows_progress,
+    sum_rounding,
     without_gradients,
 )
 from interp.attribution_graphs import influence
@@ -271,7 +272,10 @@ class _Table:
         if self._by_attention is not None:
             live = Descent(self._run, targets, attention=True, row=row)
             extra = finite(live.rows, "effects by attention") - rows
-            missed = (extra.sum(1) - live.moved).abs() / extra.abs().sum(1).clamp(min=1e-30)
+            size = extra.abs().sum(1)
+            missed = (extra.sum(1) - live.moved).abs() / size.clamp(min=1e-30)
+            # If no score of attention matters, the difference of the two rows is only rounding.
+            missed[size <= sum_rounding(rows.dtype) * rows.abs().sum(1)] = 0
             self._by_attention[place] = extra
             self._attention_gap = max(float(missed.max()), self._attention_gap)
         self.n_filled = place.stop

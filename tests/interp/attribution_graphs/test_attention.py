@@ -337,3 +337,17 @@ def test_targets_that_no_graph_can_explain_are_errors():
         graph.attention((0, 0), through="heads")
     with pytest.raises(ValueError, match=r"3 layers with 4 heads; got \(3, 0\)"):
         graph.attention((3, 0))
+
+
+def test_rows_without_an_effect_of_attention_have_no_gap():
+    """At the second of two equal tokens, all values that attention reads are equal.
+
+    So no score matters there, and the difference of two rows is only rounding.
+    """
+    model = model_of("rms")
+    text = torch.tensor([[3, 3, 5, 1]])
+    dictionaries = transcoders("layer", "ln2.normalized")
+    graph = attribution_graph(model, text, dictionaries, targets=[2, 5], attention=True)
+    assert graph.attention_gap < 1e-10
+    second = (graph.run.pos == 1).nonzero().flatten()
+    assert len(second)
