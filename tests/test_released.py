@@ -192,3 +192,12 @@ def test_the_command_says_that_there_is_no_tag_or_compares_with_the_last_tag(mon
     monkeypatch.setattr("tests.released.last_release", lambda: ("0.0.1", gone))
     assert main() == 1
     assert "removed_name" in capsys.readouterr().out
+
+
+def test_no_row_excuses_a_change_of_a_patch_version():
+    record = "hooks\n  old_name(text: str) -> str\n  other(text: str) -> str\n"
+    less = "hooks\n  other(text: str) -> str\n"
+    page = "## {}\n\n| 0.1.0 | {} |\n| --- | --- |\n| `hooks.old_name` | `hooks.other` |\n"
+    for version, n_faults in (("0.2.0", 0), ("0.1.1", 1)):
+        found = faults(record, less, page.format(version, version), "0.1.0", version)
+        assert len(found) == n_faults
