@@ -81,6 +81,10 @@ class EditedPoint:
         # A hook may write into its copy. Two points of the residual stream can share one tensor,
         # and writing into the original would change the cached value of the other point.
         new = value.clone()
+        piece = piece_read()
+        has_mask = piece.real is not None
+        if has_mask:
+            piece.is_asked = False
         for hook in self.hooks:
             # torch.compile cannot trace `hooks_disabled` and `number_of_call.set`.
             if torch.compiler.is_compiling():
@@ -102,7 +106,7 @@ class EditedPoint:
                     raise EditError(f"a hook at {self.point} {rule}; got {got}")
             # The hook may have stored its result, and the next hook or the model may write into it.
             new = new.clone()
-        if not torch.compiler.is_compiling() and piece_read().real is not None:
+        if has_mask and not piece.is_asked:
             self._warn_of_padding(value, new)
         return new
 
@@ -111,7 +115,8 @@ class EditedPoint:
         """Warn if the hooks changed padding in a text, and nothing else.
 
         For example, `value[:, -1] = 0` is a mistake in texts that are padded on the right. Edits of
-        `interp.edits` know the padding, so they are not checked.
+        `interp.edits` know the padding, and so does a function that calls `token_mask`, so they are
+        not checked.
 
         Args:
             before: the value before the hooks.
@@ -129,7 +134,8 @@ class EditedPoint:
         has_tokens = real.expand_as(changed).any(others)
         only_padding = (changed & ~real).any(others) & ~(changed & real).any(others) & has_tokens
         if only_padding.any():
-            texts = ", ".join(map(str, only_padding.nonzero()[:5, 0].tolist()))
+            numbers = only_padding.nonzero()[:, 0].tolist()
+            texts = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
             warn(
                 f"a hook function at {self.point.name} changed only padding in text {texts}: "
                 "value[:, -1] is the last column of the batch, and not the last token; use an edit "

@@ -38,6 +38,8 @@ class Piece:
             positions in pieces; otherwise 0.
         of_run: the piece that the whole run reads. If a block computes its positions in pieces,
             this piece is a part of it; otherwise both are the same.
+        is_asked: whether a hook function has asked for the mask (`token_mask`), so that it knows
+            the padding.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Piece:
         self.others = dict(others or {})
         self.n_later = n_later
         self.of_run = of_run or self
+        self.is_asked = False
         self._parts: dict[tuple[int, int], Piece] = {}
         self._columns: dict[str, Columns | None] = {}
         self._masks: dict[str, KeyMask] = {}
@@ -325,5 +328,8 @@ def token_mask() -> KeyMask | None:
     ...     token_mask()
     tensor([[False,  True,  True]])
     """
-    real = piece_read().real
-    return None if real is None or real_columns(real) is None else real.bool()
+    piece = piece_read()
+    if piece.real is None:
+        return None
+    piece.is_asked = True
+    return None if real_columns(piece.real) is None else piece.real.bool()

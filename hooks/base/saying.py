@@ -28,9 +28,13 @@ _SHORT = _ShortRepr()
 def number_of(n: int, word: str) -> str:
     """Return a number with a noun, in the plural unless the number is 1.
 
+    A noun that ends with "es", such as "edges", is a plural already.
+
     >>> number_of(1, "text"), number_of(2000, "query"), number_of(0, "batch")
     ('1 text', '2,000 queries', '0 batches')
     """
+    if n != 1 and word.endswith("es"):
+        return f"{n:,} {word}"
     if n != 1 and word.endswith("y"):
         word = f"{word[:-1]}ies"
     elif n != 1:

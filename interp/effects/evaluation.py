@@ -39,6 +39,7 @@ def faithfulness(
     *,
     seed: int = 0,
     connected: bool = False,
+    among: Circuit | None = None,
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> Result:
@@ -54,8 +55,11 @@ def faithfulness(
         source: the source of the replaced values; see `run_circuit`. Default: the corrupted texts.
         seed: the seed of a random circuit with the same number of edges, for comparison.
         connected: whether all edges of the random circuit are on a path from the input to the
-            logits; see `circuits.random`. Default: any edges, whose share is usually 0 in a large
-            graph.
+            logits. Default: any edges.
+        among: the circuit whose edges the random circuit is drawn from. In a large graph, the share
+            of random edges is usually 0, also if they are connected. The strongest edges are a
+            comparison that a circuit can lose: `among=circuits.top(graph, scores, 2 *
+            len(circuit))`. Default: all edges of the graph.
         max_bytes: a bound on the memory in bytes, not counting the model; see `run_circuit`.
         progress: whether to show a bar after two seconds.
 
@@ -83,7 +87,7 @@ def faithfulness(
     [0.797, 0.0]
     """
     runs = CircuitRuns(model, pairs, circuit, source=source, max_bytes=max_bytes)
-    random_circuit = random(circuit.graph, len(circuit), seed, connected=connected)
+    random_circuit = random(circuit.graph, len(circuit), seed, connected=connected, among=among)
     metrics = torch.stack([runs(circuit), runs(random_circuit)])
     return runs.shares(metrics - runs.none, "circuit", ("circuit", "random"))
 

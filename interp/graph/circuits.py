@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from hooks.base import seeded
+from hooks.base import require_integer, seeded
 from interp.graph.circuit import Circuit, feeding, largest
 from interp.graph.graph import Graph
 from interp.kinds import require_made
@@ -132,11 +132,17 @@ def greedy(
     """
     strength = strengths(graph, scores, signed)
     largest(strength, n, graph)
-    return _circuit(graph, scores, _backward(graph, strength, n, exact))
+    kept = _backward(graph, strength, n, exact=exact, allowed=graph.allowed)
+    return _circuit(graph, scores, kept)
 
 
 def _backward(
-    graph: Graph, strength: Float[Tensor, "writer reader"], n: int, exact: bool
+    graph: Graph,
+    strength: Float[Tensor, "writer reader"],
+    n: int,
+    *,
+    exact: bool,
+    allowed: Bool[Tensor, "writer reader"],
 ) -> Bool[Tensor, "writer reader"]:
     """Return a table of edges that are selected one by one, from the logits backward.
 
@@ -145,6 +151,7 @@ def _backward(
         strength: the strength of each edge.
         n: the number of edges; with `exact`, the number of edges after pruning.
         exact: see `greedy`.
+        allowed: True for the edges that may be selected.
     """
     feeds = feeding(graph)
     kept = torch.zeros_like(graph.allowed)
@@ -156,7 +163,7 @@ def _backward(
     def reach(reader: int) -> None:
         if reader not in reached:
             reached.add(reader)
-            for writer in graph.allowed[:, reader].nonzero().flatten().tolist():
+            for writer in allowed[:, reader].nonzero().flatten().tolist():
                 heapq.heappush(candidates, (-strength[writer, reader].item(), writer, reader))
 
     reach(len(graph.readers) - 1)
@@ -213,11 +220,20 @@ class _Connected:
         return n_edges, writers
 
 
-def random(graph: Graph, n: int, seed: int = 0, *, connected: bool = False) -> Circuit:
+def random(
+    graph: Graph,
+    n: int,
+    seed: int = 0,
+    *,
+    connected: bool = False,
+    among: Circuit | None = None,
+) -> Circuit:
     """Return the circuit of `n` random edges, for comparison.
 
-    In a large graph, random edges are usually on no path from the input to the logits, so the
-    circuit does as much as no edge. With `connected`, all edges are on a path.
+    In a large graph, random edges are usually on no path from the input to the logits. With
+    `connected`, all edges are on a path, but the circuit may still do as much as no edge. A
+    comparison that a circuit can lose draws from the strongest edges: `among=top(graph, scores, 2 *
+    n)`.
 
     Args:
         graph: the graph of the model.
@@ -225,12 +241,15 @@ def random(graph: Graph, n: int, seed: int = 0, *, connected: bool = False) -> C
         seed: the seed of the choice of edges. Default: 0.
         connected: whether to draw edges as the function `greedy` selects them with `exact=True`,
             with random strengths. Default: each set of `n` edges of the graph is equally likely.
+        among: the circuit whose edges are drawn. Default: all edges of the graph.
 
     Returns:
-        The circuit of exactly `n` edges.
+        The circuit of `n` edges. With `connected`, it has fewer edges if `n` edges on paths cannot
+        be drawn.
 
     Raises:
-        ValueError: if the graph has fewer than `n` edges.
+        ValueError: if the graph, or `among`, has fewer than `n` edges, or `among` is of another
+            graph.
 
     >>> from models import load
     >>> list(random(Graph(load("pydoc-4l")), 3))
@@ -239,9 +258,15 @@ def random(graph: Graph, n: int, seed: int = 0, *, connected: bool = False) -> C
     require_made("graph", graph, Graph)
     generator = seeded(seed)
     random_numbers = torch.rand(graph.allowed.shape, generator=generator)
+    if among is not None:
+        graph.require(among.graph.identity)
+        require_integer("n", n, least=0, most=len(among))
+        # The numbers are from 0 to 1, so all other edges are weaker.
+        random_numbers -= (~among.kept).float()
     kept = largest(random_numbers, n, graph)
     if connected:
-        kept = _backward(graph, random_numbers, n, exact=True)
+        allowed = graph.allowed if among is None else among.kept
+        kept = _backward(graph, random_numbers, n, exact=True, allowed=allowed)
         return Circuit(graph, kept).pruned()
     return Circuit(graph, kept)
 

@@ -99,7 +99,12 @@ class Setting:
         def answer():
             return [rng.randrange(VOCAB) for _ in range(rng.randint(1, most))]
 
-        answers = [(answer(), answer() if has_wrong else None) for _ in lengths]
+        answers = []
+        for _ in lengths:
+            right, wrong = answer(), answer()
+            while wrong == right:
+                wrong = answer()
+            answers.append((right, wrong if has_wrong else None))
         return cls(rng, *texts, rng.choice(["left", "right"]), answers)
 
     @property

@@ -474,7 +474,7 @@ def test_edits_are_parsed(text, expected):
         ("generate --prompt a --edit 'zero head=3'", "a point and a kind"),
         (
             "patch --prompt ab --corrupted ac --answers b --site zz",
-            "known names are 'embed', 'pos_embed', 'resid_pre'",
+            "no site is named 'zz'; close matches: z",
         ),
         ("generate --prompt a --edit 'embed scale pos=1'", "needs 1 numbers"),
         ("generate --prompt a --edit 'embed scale x'", "scale needs a number; got 'x'"),

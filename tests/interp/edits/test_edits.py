@@ -907,6 +907,7 @@ def test_a_function_that_changes_only_padding_gives_a_warning(wide, texts):
     run(lambda value, point: value * 2, right)
     run(lambda value, point: value * (1 + token_mask()[..., None]), right)
     run(lambda value, point: value, right)
+    run(lambda value, point: value * token_mask()[..., None], right)
     with pytest.warns(UserWarning, match="only padding in text 1, 3"):
         run(lambda value, point: value + 1.0 * ~right[:, None, :, None], right, "*.0.attn.pattern")
 

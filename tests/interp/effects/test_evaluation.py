@@ -13,6 +13,7 @@ from interp import (
     edge_patching,
     evaluate_circuit,
     faithfulness,
+    measure,
     run_circuit,
     run_with_cache,
 )
@@ -21,6 +22,7 @@ from interp.numbers.intervals import interval
 from interp.runs.circuit_runs import CircuitRuns
 from tests.interp.graph.scored import EDGES, GRAPH, by_edge, scored
 from tests.reference import some_tokens, variant
+from tests.shipped import pydoc
 from tests.streams import made
 
 ANSWERS = torch.stack([torch.tensor([3, 0, 7, 22, 5]), torch.tensor([1, 4, 2, 9, 8])], 1)
@@ -230,3 +232,22 @@ def test_circuits_that_cannot_be_measured_are_errors():
         faithfulness(GRAPH.model, same, Circuit(GRAPH, KEPT))
     with pytest.raises(ValueError, match="at least one edge"):
         evaluate_circuit(GRAPH.model, PAIRS, Circuit(Graph(GRAPH.model), []))
+
+
+@pytest.mark.filterwarnings("ignore:the circuit was found on")
+def test_random_edges_may_be_drawn_from_the_strongest_edges():
+    model = pydoc()
+    pairs = Pairs("def __ini", "def __nam", ("t", "e")).read_by(model)
+    nodes = Graph(model)
+    scores = edge_attribution(model, pairs)
+    circuit = circuits.greedy(nodes, scores, 12, exact=True)
+    strongest = circuits.top(nodes, scores, 40)
+    given = dict(connected=True, among=strongest)
+    found = faithfulness(model, pairs, circuit, seed=3, **given).select(circuit="random").values
+    drawn = circuits.random(nodes, 12, 3, **given)
+    none, kept, whole = (
+        measure(pairs.metric, run_circuit(model, pairs, edges))
+        for edges in ([], drawn, nodes.edges)
+    )
+    torch.testing.assert_close(found, (kept - none) / (whole - none))
+    assert abs(float(found)) > 1e-3

@@ -156,6 +156,24 @@ def test_a_circuit_may_have_exactly_as_many_edges_as_asked(n):
     assert n not in (17, 60) or drawn[0] != drawn[1]
 
 
+def test_random_edges_may_be_drawn_from_a_circuit():
+    strongest = top(GRAPH, scored(2), 60)
+    n = 15
+    drawn = [
+        random(GRAPH, n, seed, connected=connected, among=strongest)
+        for seed in range(3)
+        for connected in (False, True)
+    ]
+    for each in drawn:
+        assert {*each} <= {*strongest}
+        assert len(each) == n
+    for each in drawn[1::2]:
+        assert {*each} == connected([*each])
+    assert len({tuple(each) for each in drawn}) == len(drawn)
+    with pytest.raises(ValueError, match=f"n must be .* {len(strongest)}"):
+        random(GRAPH, len(strongest) + 1, among=strongest)
+
+
 def test_a_circuit_without_a_node_has_none_of_its_edges():
     circuit = ~Circuit(GRAPH, [])
     left = circuit.without("a0.h4")

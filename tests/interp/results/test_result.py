@@ -445,7 +445,7 @@ def test_saved_and_loaded(result, tmp_path, normal):
 def test_a_table_without_pandas_names_the_extra(result, table, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match=r"pip install \".*\[tables\]"):
+    with pytest.raises(ImportError, match=r"pip install .*\[tables\]"):
         table(result)
     assert not [*tmp_path.iterdir()]
 

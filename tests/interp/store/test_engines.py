@@ -148,7 +148,7 @@ def test_options_that_executors_do_not_support_are_errors(tmp_path, monkeypatch)
                 | wrong
             )
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r"pip install \".*\[ray\]"):
+    with pytest.raises(ImportError, match=r"pip install .*\[ray\]"):
         harvest(model, TEXTS, NAME, tmp_path, executor=Ray())
 
 

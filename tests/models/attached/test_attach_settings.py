@@ -1073,6 +1073,7 @@ def blocks_in(model):
     return max(lists, key=lambda part: sum(weight.numel() for weight in part.parameters()))
 
 
+@pytest.mark.filterwarnings("ignore:a hook function at .* changed only padding")
 @pytest.mark.sampled(16)
 @pytest.mark.filterwarnings("ignore:.is_gradient", "ignore:fan_in_fan_out")  # peft causes them
 @pytest.mark.parametrize(
