@@ -128,7 +128,8 @@ class EditedPoint:
             return
         rows = self.point.axes.index("batch")
         real = to_device(real, before.device)
-        changed = after != before
+        # Some kernels return NaN at padding, and NaN is not equal to NaN.
+        changed = (after != before) & ~(after.isnan() & before.isnan())
         others = [dim for dim in range(before.ndim) if dim != rows]
         # A piece of a long text may contain only padding of a shorter text.
         has_tokens = real.expand_as(changed).any(others)

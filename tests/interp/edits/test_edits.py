@@ -15,6 +15,7 @@ from torch import nn
 from hooks import (
     ActivationCache,
     ContextError,
+    EditedPoint,
     EditError,
     HookedRunner,
     HookPoint,
@@ -910,6 +911,16 @@ def test_a_function_that_changes_only_padding_gives_a_warning(wide, texts):
     run(lambda value, point: value * token_mask()[..., None], right)
     with pytest.warns(UserWarning, match="only padding in text 1, 3"):
         run(lambda value, point: value + 1.0 * ~right[:, None, :, None], right, "*.0.attn.pattern")
+
+
+@pytest.mark.filterwarnings("error")
+def test_nan_at_padding_is_no_change():
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    value = torch.randn(2, 3, 5)
+    value[1, 2] = torch.nan
+    edited = EditedPoint(Point("any", ("batch", "pos", "d_model")), (lambda value, point: value,))
+    with reading(Piece(None, mask)):
+        assert torch.equal(edited.apply(value)[mask], value[mask])
 
 
 def all_kinds(source):
