@@ -57,9 +57,10 @@ def faithfulness(
         connected: whether all edges of the random circuit are on a path from the input to the
             logits. Default: any edges.
         among: the circuit whose edges the random circuit is drawn from. In a large graph, the share
-            of random edges is usually 0, also if they are connected. The strongest edges are a
-            comparison that a circuit can lose: `among=circuits.top(graph, scores, 2 *
-            len(circuit))`. Default: all edges of the graph.
+            of random edges is usually 0, also if they are connected. Connected edges of the
+            strongest edges are a comparison that a circuit can lose: `connected=True,
+            among=circuits.greedy(graph, scores, 2 * len(circuit), exact=True)`, with several seeds.
+            Default: all edges of the graph.
         max_bytes: a bound on the memory in bytes, not counting the model; see `run_circuit`.
         progress: whether to show a bar after two seconds.
 

@@ -232,8 +232,8 @@ def random(
 
     In a large graph, random edges are usually on no path from the input to the logits. With
     `connected`, all edges are on a path, but the circuit may still do as much as no edge. A
-    comparison that a circuit can lose draws from the strongest edges: `among=top(graph, scores, 2 *
-    n)`.
+    comparison that a circuit can lose draws connected edges from the strongest edges:
+    `among=greedy(graph, scores, 2 * n, exact=True)`.
 
     Args:
         graph: the graph of the model.
@@ -259,6 +259,7 @@ def random(
     generator = seeded(seed)
     random_numbers = torch.rand(graph.allowed.shape, generator=generator)
     if among is not None:
+        require_made("among", among, Circuit)
         graph.require(among.graph.identity)
         require_integer("n", n, least=0, most=len(among))
         # The numbers are from 0 to 1, so all other edges are weaker.
