@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from hooks.base._torch import has_storage
 from hooks.base.errors import require_integer
 from hooks.base.scoped import Scoped
 from hooks.base.selection import TEXT_AXES, KeyMask, real_columns
@@ -205,10 +206,7 @@ def padding_of(logits: Tensor) -> KeyMask | None:
 
 def _memory_of(value: Tensor) -> Any:
     """Return the memory of a tensor; None if a transform of PyTorch, such as `vmap`, hides it."""
-    try:
-        return value.untyped_storage()
-    except NotImplementedError:
-        return None
+    return value.untyped_storage() if has_storage(value) else None
 
 
 class _PaddingOf(NamedTuple):
