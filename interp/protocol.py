@@ -1,15 +1,17 @@
 """The parts of a model that analyses need in addition to its hook points, and runs of a model."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner, ModeError
 from hooks.base import has_shards, is_compiled, language_of, require_module, uncompiled
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 STACKS = ("encoder", "decoder", "vision", "audio")
 """The prefixes of points whose positions are not positions of the model's texts.
@@ -38,6 +40,15 @@ def has_text_of_logits(name: str) -> bool:
     False
     """
     return is_of_text(name) or name.startswith("decoder.")
+
+
+def optional(method: Method) -> Method:
+    """Mark a method of a protocol as optional: every analysis also runs without it.
+
+    Later versions add only optional methods to a protocol.
+    """
+    vars(method)["is_optional"] = True
+    return method
 
 
 class Sizes(Protocol):
@@ -172,10 +183,11 @@ class LanguageModel(Protocol):
             context: the result of `context`.
         """
 
+    @optional
     def in_pieces(self, n_positions: int) -> AbstractContextManager[None]:
         """Return a context manager inside which blocks compute at most `n_positions` at once.
 
-        `interp.suppressed` uses this method to save memory, and runs without it too.
+        Optional: `interp.suppressed` uses this method to save memory, and runs without it too.
 
         Args:
             n_positions: the largest number of positions.

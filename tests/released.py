@@ -3,21 +3,55 @@
 1. `entries` reads a record: the text of each line, by its section, its class and its name.
 2. `changed_arguments` compares two signatures. Additions are no changes: a new argument with a
    default, and a new word of an argument.
-3. `faults` returns the lines that "Stability" in examples/guides/changes.md does not allow. A
-   changed line needs a row in a table of the new version. A removed name or argument needs a row in
-   a table of old names, whose rows `test_old_names` checks.
-4. `python -m tests.released` compares the record of the last tag. It needs no other library.
+3. `faults` returns the changes that "Stability" in examples/guides/changes.md does not allow. A
+   changed or removed line needs a row under "Announced" in the page of the release, and a row in a
+   table of the version that changes it. A name may leave the record earlier, if its old form still
+   works. The page of the code then announces that the old form ends, and `test_old_names` runs the
+   old form. A new member of a protocol is a change too, unless it is optional.
+4. `lost_announcements` returns rows under "Announced" that were deleted too early, or that no
+   release announces.
+5. `python -m tests.released` reads the record and the page of the last tag. It needs no other
+   library.
 """
 
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
+RECORD = "tests/signatures.txt"
+PAGE = "examples/guides/changes.md"
+OPTIONAL = " (optional)"
 RECEIVED = "objects that functions return"
 TABLE = re.compile(r"^\| (.+) \| (.+) \|\n\| --- \| --- \|\n((?:\|.*\n)+)", re.MULTILINE)
+ANNOUNCED = re.compile(
+    r"^\| now \| later \| announced in \| changes in \|\n\| --- \| --- \| --- \| --- \|\n"
+    r"((?:\|.*\n)+)",
+    re.MULTILINE,
+)
+HEADING = re.compile(r"^## (\d+\.\d+\.\d+)\b.*?(\d+)-(\d+)-(\d+)", re.MULTILINE)
 CLOSING = {"(": ")", "[": "]", "{": "}"}
+
+
+class Version(NamedTuple):
+    """A version, such as `0.1.0`, with its record and its page of changes."""
+
+    number: str
+    record: str
+    page: str
+
+
+class Announcement(NamedTuple):
+    """A row under "Announced": two forms, the version that announces the change, and the version
+    that makes it.
+    """
+
+    now: str
+    later: str
+    announced: str
+    changes: str
 
 
 def entries(record, without=()):
@@ -152,25 +186,92 @@ def has_row(cells, names):
     return any(words <= {*re.findall(r"\w+", cell)} for cell in cells)
 
 
-def faults(before, now, page, released, version):
-    """Return the changes of a record that the promise does not allow.
+def announcements(page):
+    """Return the rows under "Announced" in a page of changes."""
+    rows = "".join(ANNOUNCED.findall(page)).splitlines()
+    return [Announcement(*row.strip("| ").split(" | ")) for row in rows]
+
+
+def is_due(row, release, now):
+    """Return whether a version may make a change that a release announces.
+
+    This is the version in the row or a later one, at least six months after the announcement.
+    """
+    if numbers(row.changes) > numbers(now.number):
+        return False
+    earliest, date = date_of(row.announced, release.page), date_of(now.number, now.page)
+    return None not in (earliest, date) and (earliest[0] + 6, earliest[1]) <= date
+
+
+def date_of(version, page):
+    """Return the date in the heading of a version as months and days; None without a date."""
+    for each, year, month, day in HEADING.findall(page):
+        if each == version:
+            return int(year) * 12 + int(month), int(day)
+    return None
+
+
+def lost_announcements(release, now):
+    """Return the faults of the rows under "Announced", compared with the page of a release.
+
+    A row stays until its version makes the change. It then becomes a row of this version. A row may
+    name a later version than before. Only a minor version adds rows.
+    """
+    rows = announcements(now.page)
+    _, listed_now = listed(now.page, release.number)
+    later = {(row.now, row.announced): row.changes for row in rows}
+    found = []
+    for row in announcements(release.page):
+        still = later.pop((row.now, row.announced), None)
+        if still is not None and numbers(still) >= numbers(row.changes):
+            continue
+        if not is_due(row, release, now) or row.now not in listed_now:
+            found.append(f"announced for {row.changes}, and gone or earlier: {row.now}")
+    is_minor = numbers(now.number)[:2] > numbers(release.number)[:2]
+    for (form, announced), changes in later.items():
+        if announced != now.number or not is_minor:
+            found.append(f"only a new minor version announces changes, in its own name: {form}")
+        if numbers(changes)[:2] <= numbers(announced)[:2]:
+            found.append(f"announced for the version that announces it: {form}")
+    return found
+
+
+def faults(release, now):
+    """Return the changes since a release that the promise does not allow.
 
     Args:
-        before: the record of the release.
-        now: the record of the code.
-        page: the page of changes.
-        released: the version of the release, such as `0.1.0`.
-        version: the version of the code. A patch of the release may not even add names.
+        release: the release.
+        now: the code. A patch of the release may not even add names.
     """
-    is_patch = is_patch_of(version, released)
+    is_patch = is_patch_of(now.number, release.number)
     # Every version may change the details, and every minor version the needed versions.
     free = {"details"} if is_patch else {"details", "needed versions"}
-    old, new = entries(before, without=free), entries(now, without=free)
+    old, new = entries(release.record, without=free), entries(now.record, without=free)
     # Users do not import these objects, so they may become names of a module.
     anywhere = {(parent, name): text for (_, parent, name), text in new.items()}
-    # A patch version changes nothing, so no row of the page excuses a line.
-    renamed, every = ([], []) if is_patch else listed(page, released)
-    found = []
+    renamed, every = listed(now.page, release.number)
+    due = [row.now for row in announcements(release.page) if is_due(row, release, now)]
+    still_work = [row.now for row in announcements(now.page)]
+
+    def is_allowed(names, is_gone):
+        # A patch version changes nothing.
+        if is_patch:
+            return False
+        if is_gone and has_row(still_work, names):
+            return True
+        return has_row(due, names) and has_row(renamed if is_gone else every, names)
+
+    protocols = {
+        (section, name)
+        for (section, _, name), text in old.items()
+        if re.match(r"class \w+\((.+, )?Protocol\b", text)
+    }
+    found = lost_announcements(release, now)
+    for (section, parent, name), text in new.items():
+        is_new_member = (section, parent) in protocols and (section, parent, name) not in old
+        is_optional = text.endswith(OPTIONAL)
+        if is_new_member and not is_optional and not is_allowed([parent, name], is_gone=False):
+            found.append(f"required by a protocol, not announced or not listed: {parent} {text}")
     for (section, parent, name), text in old.items():
         is_received = section == RECEIVED
         text_now = (anywhere if is_received else new).get((section, parent, name)[is_received:])
@@ -181,19 +282,21 @@ def faults(before, now, page, released, version):
         if text_now is None:
             # The row of a class stands for its members.
             owner_is_gone = parent and ("", parent) not in anywhere
-            if not owner_is_gone and not has_row(renamed, names):
-                found.append(f"removed without a row of old names: {place}")
+            if not owner_is_gone and not is_allowed(names, is_gone=True):
+                found.append(f"removed, not announced or not listed: {place}")
             continue
         arguments, rest = signature(text)
         arguments_now, rest_now = signature(text_now)
-        if arguments is None or arguments_now is None or rest != rest_now:
-            if not is_more(text, text_now, section) and not has_row(every, names):
-                found.append(f"changed without a row: {place} -> {text_now}")
+        # Users write the members of a protocol, so a new argument is a break there.
+        is_of_protocol = (section, parent) in protocols
+        if is_of_protocol or None in (arguments, arguments_now) or rest != rest_now:
+            if not is_more(text, text_now, section) and not is_allowed(names, is_gone=False):
+                found.append(f"changed, not announced or not listed: {place} -> {text_now}")
             continue
         for changed in changed_arguments(arguments, arguments_now):
             is_gone = changed not in [argument for argument, *_ in arguments_now]
-            if not has_row(renamed if is_gone else every, [*names, changed]):
-                found.append(f"argument {changed}: no row for the change of {place}")
+            if not is_allowed([*names, changed], is_gone):
+                found.append(f"argument {changed}, not announced or not listed: {place}")
     if is_patch:
         added = new.items() - old.items()
         found += [f"new in a patch version: {text}" for _, text in sorted(added)]
@@ -213,7 +316,7 @@ def is_more(old, new, section):
 
 
 def last_release():
-    """Return the version and the record of the last tag before this commit, or None."""
+    """Return the version of the last tag before this commit, or None."""
 
     def git(*words):
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
@@ -224,23 +327,22 @@ def last_release():
     if tag.returncode:
         return None
     name = tag.stdout.strip()
-    record = git("show", f"{name}:tests/signatures.txt")
-    record.check_returncode()
-    return name.removeprefix("v"), record.stdout
+    files = [git("show", f"{name}:{file}") for file in (RECORD, PAGE)]
+    for file in files:
+        file.check_returncode()
+    return Version(name.removeprefix("v"), *(file.stdout for file in files))
 
 
 def main():
-    """Compare the record of the last release with the record of the code."""
+    """Compare the last release with the code."""
     if (release := last_release()) is None:
         print("There is no earlier tag, so the record is compared with nothing.")
         return 0
-    released, before = release
     code = (ROOT / "hooks/__init__.py").read_text()
     version = re.search(r'^__version__ = "(.+)"$', code, re.MULTILINE)[1]
-    now = (ROOT / "tests/signatures.txt").read_text()
-    page = (ROOT / "examples/guides/changes.md").read_text()
-    found = faults(before, now, page, released, version)
-    print(f"Compared with the record of {released}: {len(found)} changes break the promise.")
+    now = Version(version, *((ROOT / file).read_text() for file in (RECORD, PAGE)))
+    found = faults(release, now)
+    print(f"Compared with {release.number}: {len(found)} changes break the promise.")
     print("\n".join(found))
     return 1 if found else 0
 

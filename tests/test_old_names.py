@@ -1,9 +1,9 @@
 """Every old name in the list of changes raises an error with the new name, or still works.
 
 `USES` has the old forms of each row of the tables. Python runs the old form, and the error must
-contain texts of the new form. A table of a later version, with the heading `| 0.1.0 | 0.2.0 |`, has
-forms that still work: they must give a DeprecationWarning with these texts. `interp.accumulated`
-and other names of packages need no entry.
+contain texts of the new form. The rows under "Announced" have forms that still work: they must give
+a DeprecationWarning with these texts and with the version that makes the change.
+`interp.accumulated` and other names of packages need no entry.
 """
 
 import importlib
@@ -22,6 +22,7 @@ from interp.attribution_graphs import PrunedGraph
 from interp.store import Ray
 from tests.faces import FORMER
 from tests.interp.made import NUMBERS, TEXT, WORDS, changed, shared, traced
+from tests.released import announcements
 
 CHANGES = (Path(__file__).parent.parent / "examples/guides/changes.md").read_text()
 TABLE = re.compile(
@@ -121,16 +122,15 @@ def rows(page=CHANGES):
         for row in table.splitlines():
             old, new = row.strip("| ").split(" | ")
             cells[old] = new
-    return cells
+    return cells | {row.now: row.later for row in announcements(page)}
 
 
 def still_work(page=CHANGES):
-    """Return the old texts of the tables of versions after a release."""
-    works = set()
-    for before, table in TABLE.findall(page):
-        if before != "earlier commits":
-            works |= {row.strip("| ").split(" | ")[0] for row in table.splitlines()}
-    return works
+    """Return the rows under "Announced": the version that makes the change by the old text.
+
+    A warning names a version as `0.3`, without the number of the patch.
+    """
+    return {row.now: row.changes.removesuffix(".0") for row in announcements(page)}
 
 
 def message_of(code, names, text, works):
@@ -206,21 +206,24 @@ def test_each_old_name_raises_an_error_with_the_new_name(old):
     names = values()
     for code, texts in uses_of(old).items():
         message = message_of(code, names, texts[0], old in still_work())
+        assert still_work().get(old, "") in message, code
         for text in texts:
             assert text in message, code
             assert text in plain(rows()[old]), code
 
 
-def test_the_old_names_of_a_release_must_still_work():
+def test_an_announced_form_must_still_work():
     @renamed_keywords("0.3", positions="pos")
     def last(pos):
         return pos
 
     names = {"last": last}
-    page = "| 0.1.0 | 0.2.0 |\n| --- | --- |\n| `positions=` | `pos=` |\n"
-    assert rows(page) == {"`positions=`": "`pos=`"}
-    assert still_work(page) == {"`positions=`"}
-    assert still_work(page.replace("0.1.0", "earlier commits")) == set()
+    table = "| 0.1.0 | 0.2.0 |\n| --- | --- |\n| `positions=` | `pos=` |\n"
+    header = "| now | later | announced in | changes in |\n| --- | --- | --- | --- |\n"
+    announced = f"{header}| `positions=` | `pos=` | 0.2.0 | 0.3.0 |\n"
+    assert rows(table) == rows(announced) == {"`positions=`": "`pos=`"}
+    assert still_work(announced) == {"`positions=`": "0.3"}
+    assert still_work(table) == {}
     assert "0.3" in message_of("last(positions=3)", names, "pos=", works=True)
     # A form that gives no warning, as a missing hint.
     with pytest.raises(pytest.fail.Exception, match="DID NOT WARN"):

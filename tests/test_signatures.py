@@ -10,7 +10,8 @@ promise that "Stability" gives there. This command writes the file anew:
 1. `lines` writes each public module, then the classes that users receive but do not import
    (`returned`), the named unions of types, hook points, words, the command line, the form of
    results in JSON, and the needed versions. The names in files and tables follow (`file_names`).
-2. `members` writes the constructor of a class, its attributes, methods and operators.
+2. `members` writes the constructor of a class, its attributes, methods and operators. It marks the
+   optional methods of a protocol.
 3. `arguments` writes a signature with the types and the values of all defaults.
 """
 
@@ -51,6 +52,7 @@ from tests import file_names, seeing
 from tests.attachable import made
 from tests.faces import MODULES, is_ours
 from tests.reference import VARIANTS, variant
+from tests.released import OPTIONAL
 from tests.returned import DETAILS, HELD, public_values, reached, received, returned
 from tests.written import members_of, type_text, value_text
 
@@ -207,7 +209,9 @@ def members(kind, has_makers=True):
         if isinstance(value, classmethod) and not has_makers:
             continue
         if inspect.isfunction(function) and is_ours(inspect.unwrap(function)):
-            yield f"    {name}{arguments(function)}"
+            # The methods of a protocol without this mark, and its attributes, are required.
+            mark = OPTIONAL if getattr(function, "is_optional", False) else ""
+            yield f"    {name}{arguments(function)}{mark}"
         elif isinstance(value, (property, functools.cached_property)):
             # Some properties are made by a function, and have an annotation of the class.
             if name in attributes(kind):

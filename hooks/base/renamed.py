@@ -1,12 +1,13 @@
-"""Former names and keywords that work for one more minor version.
+"""Warnings of forms that a later minor version changes or removes.
 
 1. A name of a package: `moved={"stream": Renamed("models.generate_steps", "0.3")}` in the call of
    `missing_name`.
 2. A keyword of a function: `@renamed_keywords("0.3", positions="pos")`.
 3. A method or an attribute: keep the old one, and call `warn_of_old_name` in it.
+4. A default or a type that changes: call `warn_of_change` where the old form is used.
 
-Each gives one DeprecationWarning at the line of the user. It contains the new name, and the version
-in which the old name stops working.
+Each gives one DeprecationWarning at the line of the user. It contains the new form, and the version
+that makes the change.
 """
 
 import functools
@@ -30,6 +31,17 @@ def warn_of_old_name(old: str, new: str, until: str) -> None:
     """
     message = f"{old} is now {new}; the old name stops working in version {until}"
     warn(message, DeprecationWarning)
+
+
+def warn_of_change(now: str, later: str, version: str) -> None:
+    """Issue the warning that a form has another meaning in a later version.
+
+    Args:
+        now: the form and its meaning now, such as `batches() has size=8`.
+        later: the meaning later, such as `size=16`.
+        version: the version that makes the change, such as `0.3`.
+    """
+    warn(f"{now}; from version {version} on: {later}", DeprecationWarning)
 
 
 class Renamed(NamedTuple):

@@ -1,5 +1,7 @@
 """The protocol and the lens, compared with computations by hand."""
 
+import ast
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,9 @@ from interp import Pairs, activation_patching, log_prob, logit_diff, logit_lens,
 from interp.graph import Graph
 from tests import tiny
 from tests.interp.predictions import predictions
+
+# The functions whose texts are the parts of a model that an analysis needs.
+NEEDING = ("of", "plain")
 
 
 @pytest.fixture
@@ -29,6 +34,19 @@ def test_a_transformer_has_every_part_of_the_protocol(model):
     assert all(hasattr(model.config, size) for size in interp.protocol.Sizes.__annotations__)
     with pytest.raises(TypeError, match=r"got Linear without W_V and W_O .*from_hf"):
         interp.protocol.of(nn.Linear(2, 3), "weight", "W_V", "W_O")
+
+
+def test_no_analysis_needs_an_optional_part_of_the_protocol():
+    """`test_suppressing` runs a model without `in_pieces`."""
+    members = vars(interp.LanguageModel).items()
+    (optional,) = [name for name, value in members if hasattr(value, "is_optional")]
+    assert optional == "in_pieces"
+    folder = Path(interp.__file__).parent
+    for tree in [ast.parse(file.read_text()) for file in folder.rglob("*.py")]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in NEEDING:
+                assert optional not in [ast.unparse(part).strip("'") for part in node.args]
+            assert not (isinstance(node, ast.Attribute) and node.attr == optional)
 
 
 def test_patching_accepts_outputs_with_logits_in_float64(model, tokens, corrupted):

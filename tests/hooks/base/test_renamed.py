@@ -9,7 +9,7 @@ import pytest
 
 import interp
 from hooks.base import explains_calls
-from hooks.base.renamed import Renamed, renamed_keywords, warn_of_old_name
+from hooks.base.renamed import Renamed, renamed_keywords, warn_of_change, warn_of_old_name
 
 PACKAGE = """
 from hooks.base.kinds import missing_name
@@ -71,6 +71,13 @@ def test_an_old_name_of_interp_works_and_warns_once(monkeypatch):
     _, caught = warnings_of(lambda: exec("from interp import lens_readout", names))
     assert names["lens_readout"] is interp.logit_lens
     assert [warning.category for warning in caught] == [DeprecationWarning]
+
+
+def test_a_form_that_changes_later_warns_once_with_both_meanings():
+    _, caught = warnings_of(lambda: warn_of_change("batches() has size=8", "size=16", "0.3"))
+    (warning,) = caught
+    assert warning.category is DeprecationWarning
+    assert str(warning.message) == "batches() has size=8; from version 0.3 on: size=16"
 
 
 def test_an_old_name_that_stopped_working_is_an_error(package):
