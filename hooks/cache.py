@@ -168,6 +168,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         """The hash of the configuration of the model that ran."""
         return self._origin.config_hash
 
+    @explains_calls
     def require_weights_of(self, model: nn.Module) -> None:
         """Check that a model has the configuration and the weights of the model that ran.
 
@@ -452,6 +453,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         )
 
     @classmethod
+    @explains_calls
     def load(
         cls, path: str | os.PathLike[str], model: nn.Module | None = None
     ) -> "ActivationCache":

@@ -108,6 +108,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
     model: nn.Module
     points: Points
 
+    @explains_calls
     def __init__(self, model: nn.Module) -> None:
         require_module(model)
         self.model = model

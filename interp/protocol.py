@@ -9,7 +9,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner, ModeError
-from hooks.base import has_shards, is_compiled, language_of, require_module, uncompiled
+from hooks.base import (
+    explains_calls,
+    has_shards,
+    is_compiled,
+    language_of,
+    require_module,
+    uncompiled,
+)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -358,6 +365,7 @@ def logits_of(output: Any) -> Float[Tensor, "batch pos vocab"]:
     return logits[:, None] if logits.ndim == 2 else logits
 
 
+@explains_calls
 def run_with_cache(model: nn.Module, *args: Any, **options: Any) -> tuple[Any, ActivationCache]:
     """Run a model once, and return its output and a cache of its values.
 

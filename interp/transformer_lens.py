@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from hooks import UnknownNameError
-from hooks.base import require_choice, require_kind, unknown_name
+from hooks.base import explains_calls, require_choice, require_kind, unknown_name
 
 # Short names in TransformerLens. `_ALIASES` maps short names to other short names. No name of our
 # points ends with a name in `_SHORT`, so an unknown name in `_SHORT` is from TransformerLens.
@@ -108,6 +108,7 @@ def _entry(facts: Any) -> _Entry:
     )
 
 
+@explains_calls
 def hooks_name(
     name: str | tuple[Any, ...],
     layer: int | str | None = None,

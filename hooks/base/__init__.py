@@ -27,7 +27,14 @@ from hooks.base._torch import (
     uncompiled,
     version,
 )
-from hooks.base.accessor import carried, language_of, name_of_parts, writer_of
+from hooks.base.accessor import (
+    ModelHandle,
+    carried,
+    language_of,
+    name_of_parts,
+    without_handle,
+    writer_of,
+)
 from hooks.base.arguments import axis_of_rows, is_listed, require_rows, without_rows
 from hooks.base.calls import Calls, number_of_call
 from hooks.base.closeness import (
@@ -158,6 +165,7 @@ __all__ = [
     "Hints",
     "HintsAtNames",
     "Index",
+    "ModelHandle",
     "NoOthers",
     "Piece",
     "Placement",
@@ -295,6 +303,7 @@ __all__ = [
     "widened_module",
     "with_first_tensor",
     "without_gradients",
+    "without_handle",
     "without_hashes",
     "without_rows",
     "writer_of",

@@ -6,6 +6,24 @@ from typing import Any
 from torch import nn
 
 
+class ModelHandle(nn.Module):
+    """A module for users that contains the model of analyses, such as the result of `attach`.
+
+    A function that takes a model accepts a handle too. It uses the handle's `model`.
+    """
+
+    model: nn.Module
+
+
+def without_handle(value: Any) -> Any:
+    """Return the model of a `ModelHandle`; any other value unchanged.
+
+    >>> without_handle("a")
+    'a'
+    """
+    return value.model if isinstance(value, ModelHandle) else value
+
+
 def carried(module: nn.Module, name: str) -> Any:
     """Return an object that `hooks` or `models` stored on a module; None if there is none.
 
@@ -44,7 +62,7 @@ def name_of_parts(parts: object) -> str:
     >>> name_of_parts(language_of(nn.Linear(2, 3)))
     'model'
     """
-    return "model" if isinstance(parts, nn.Module) else "attached"
+    return "attached" if isinstance(parts, ModelHandle) else "model"
 
 
 def writer_of(model: nn.Module) -> Callable[[Any], Any] | None:

@@ -1,7 +1,8 @@
 """Decorators of public functions: errors that explain a wrong call, and gradients off.
 
-1. A decorated function runs as it is written.
-2. If Python finds that the arguments do not fit, the error names the missing or unknown argument,
+1. An argument that is a `ModelHandle`, such as the result of `attach`, becomes its model.
+2. A decorated function runs as it is written.
+3. If Python finds that the arguments do not fit, the error names the missing or unknown argument,
    the right call and, where one is known, the change that the call needs (`refuse_unbound`).
 """
 
@@ -14,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 
 from hooks.base._torch import set_gradients
+from hooks.base.accessor import without_handle
 from hooks.base.hints import argument_hint
 from hooks.base.saying import shown
 from hooks.base.words import Words, refuse
@@ -31,8 +33,11 @@ def explains_calls(function: Callable[P, R]) -> Callable[P, R]:
     TypeError: <lambda> takes no argument scales=; close matches: scale
     """
 
+    n_owners = _n_owners(function)
+
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        args, kwargs = _without_handles(args, kwargs, n_owners)
         try:
             return function(*args, **kwargs)
         except TypeError as error:
@@ -40,6 +45,26 @@ def explains_calls(function: Callable[P, R]) -> Callable[P, R]:
             raise
 
     return run
+
+
+def _without_handles(args: Any, kwargs: Any, n_kept: int) -> Any:
+    """Return the arguments of a call with the model of each `ModelHandle` in its place.
+
+    Args:
+        args, kwargs: the arguments.
+        n_kept: the number of first arguments that do not change: see `_n_owners`.
+    """
+    named = {name: without_handle(value) for name, value in kwargs.items()}
+    return (*args[:n_kept], *map(without_handle, args[n_kept:])), named
+
+
+def _n_owners(function: Callable[..., Any]) -> int:
+    """Return 1 for a method, whose first argument is its object or its class; otherwise 0.
+
+    >>> _n_owners(torch.nn.Module.eval), _n_owners(len)
+    (1, 0)
+    """
+    return int(next(iter(inspect.signature(function).parameters), "") in ("self", "cls"))
 
 
 def names_fields(kind: type[T]) -> type[T]:
@@ -73,8 +98,11 @@ def without_gradients(function: Callable[P, R]) -> Callable[P, R]:
     begins, and PyTorch has no public function that switches gradients in one atomic step.
     """
 
+    n_owners = _n_owners(function)
+
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        args, kwargs = _without_handles(args, kwargs, n_owners)
         before = torch.is_grad_enabled()
         try:
             set_gradients(False)

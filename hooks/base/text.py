@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hooks.base.accessor import language_of, writer_of
 from hooks.base.arguments import each_row, is_listed, joined, require_rows, without_rows
+from hooks.base.decorators import explains_calls
 from hooks.base.errors import unknown_name
 from hooks.base.hints import HintsAtNames
 from hooks.base.selection import Index, Selection, real_of, real_positions, true_columns
@@ -138,6 +139,7 @@ class Text(HintsAtNames):
         mask = self.attention_mask
         return more if mask is None else {"attention_mask": mask, **more}
 
+    @explains_calls
     def arguments(self, model: nn.Module) -> dict[str, Any]:
         """Return `kwargs` and further arguments that a run of the model needs.
 
@@ -226,6 +228,7 @@ class Text(HintsAtNames):
             return self.tokens.shape[:2] == other.tokens.shape[:2]
         return torch.equal(self.real, other.real)
 
+    @explains_calls
     def words(self, model: nn.Module, *others: "Text") -> list[str] | None:
         """Return the word of each column, or None without a tokenizer.
 

@@ -30,6 +30,7 @@ from hooks.base import (
     shown,
     shows_progress,
     without_gradients,
+    without_handle,
     writer_of,
 )
 from interp import plots
@@ -569,9 +570,8 @@ def _checkpoints(tuned: Any) -> Iterator[tuple[Any, Callable[[], nn.Module]]]:
 def _loader(item: Any) -> Callable[[], nn.Module]:
     """Return a function that returns the model of a checkpoint: the item, if it is no model."""
     if isinstance(item, nn.Module) or not callable(item):
-        return lambda: item
-    load: Callable[[], nn.Module] = item
-    return load
+        return lambda: without_handle(item)
+    return lambda: without_handle(item())
 
 
 def _over_texts(result: Result) -> Result:

@@ -16,7 +16,16 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks.base import Index, Texts, is_one_text, names_fields, require_integer, require_kind, shown
+from hooks.base import (
+    Index,
+    Texts,
+    explains_calls,
+    is_one_text,
+    names_fields,
+    require_integer,
+    require_kind,
+    shown,
+)
 from interp.directions.stored import Labels, StoredTexts, all_of, by_label
 from interp.store import Activations
 
@@ -140,6 +149,7 @@ class Contrast:
                 f"{type(self.no).__name__}"
             )
 
+    @explains_calls
     def kinds(self, model: nn.Module) -> tuple[TextsOfKind, TextsOfKind]:
         """Return the texts of both kinds. A store is replaced by its texts of each kind.
 

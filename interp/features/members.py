@@ -11,7 +11,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import HookedRunner
-from hooks.base import Index, Text, Texts, each_text, require_module, to_device
+from hooks.base import (
+    Index,
+    Text,
+    Texts,
+    each_text,
+    explains_calls,
+    require_module,
+    to_device,
+    without_handle,
+)
 from interp.features.crosscoder import Crosscoder
 from interp.features.places import point_at
 from interp.inputs.texts import batches
@@ -47,9 +56,10 @@ def models_of(models: Models, crosscoder: Crosscoder) -> list[nn.Module]:
             f"models must contain a model for each member, {', '.join(names)}; got {len(models)} "
             "models"
         )
+    models = [*map(without_handle, models)]
     for model in models:
         require_module(model)
-    return [*models]
+    return models
 
 
 def point_of(
@@ -114,6 +124,7 @@ def values_of_members(
         yield numbered[0][1], [values[place] for place in places]
 
 
+@explains_calls
 def member_values(
     models: Models,
     crosscoder: Crosscoder,

@@ -24,6 +24,7 @@ from hooks import ActivationCache, CacheError, HookedRunner, HookError, UnknownN
 from hooks.base import (
     HintsAtNames,
     config_hash,
+    explains_calls,
     is_rounding,
     number_of,
     padding_messages,
@@ -123,6 +124,7 @@ class Graph(HintsAtNames):
     points: tuple[nn.Module, ...]
     needed: list[str]
 
+    @explains_calls
     def __init__(self, model: nn.Module, split_embeddings: bool = False) -> None:
         self._whole = model
         self.model = plain(model, *_STEPS)
@@ -543,6 +545,7 @@ class Graph(HintsAtNames):
         return torch.cat([divided, like(linear.bias, divided).expand_as(divided[:1])])
 
 
+@explains_calls
 def writers(
     model: nn.Module, cache: Mapping[str, Tensor]
 ) -> Float[Tensor, "writer batch pos d_model"]:

@@ -237,6 +237,7 @@ class Pairs(plots.Shown, metaclass=HintedClass):
         if isinstance(self.answers, Tensor):
             _require_one_or_two(self.answers, len(self))
 
+    @explains_calls
     def read_by(self, model: nn.Module) -> "Pairs":
         """Return these pairs with all texts and answers as tokens. Analyses call this method.
 

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import HookedRunner
-from hooks.base import config_hash, storage, to_device
+from hooks.base import config_hash, explains_calls, storage, to_device
 from hooks.shared import names_by_layer
 from interp.json_form import Table, form
 from interp.protocol import of, require_one_vector, runner_of
@@ -110,6 +110,7 @@ class AffineLens:
         layers, d_model = self.bias.shape
         return f"{type(self).__name__} [layer {layers}, d_model {d_model}]"
 
+    @explains_calls
     def check(self, model: nn.Module) -> None:
         """Check that the lens has the sizes and the configuration of this model.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from hooks.base import require_module
+from hooks.base import explains_calls, require_module
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class WithoutAdapter:
         return f"{type(self.model).__name__} without its adapter"
 
 
+@explains_calls
 def without_adapter(model: nn.Module) -> WithoutAdapter:
     """Return a model of peft without its adapter, as the source of an analysis.
 

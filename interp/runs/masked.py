@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from hooks import ActivationCache
 from hooks.base import (
     all_to_device,
+    explains_calls,
     mark_padding,
     padding_messages,
     progress_of,
@@ -66,6 +67,7 @@ the writers (`Graph.contributions`, or `Graph.mean` of several texts), or zeros.
 _QUICK = 2**28
 
 
+@explains_calls
 def run_circuit(
     model: nn.Module,
     pairs: Pairs,

@@ -11,7 +11,16 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from hooks.base import Text, Texts, is_one_text, number_of, require_kind, shown, writer_of
+from hooks.base import (
+    Text,
+    Texts,
+    explains_calls,
+    is_one_text,
+    number_of,
+    require_kind,
+    shown,
+    writer_of,
+)
 from interp import plots
 from interp.inputs.offsets import Offsets, offsets_of
 from interp.inputs.texts import padded, text_for
@@ -91,6 +100,7 @@ class Steps:
     first_answer: int
     by: str
 
+    @explains_calls
     def __init__(
         self,
         model: nn.Module,

@@ -130,6 +130,7 @@ class Activations(plots.Shown):
             f"{shown(index)}"
         )
 
+    @explains_calls
     def require_weights_of(self, model: nn.Module) -> None:
         """Check that the values of the store are from this model.
 
@@ -350,6 +351,7 @@ class Activations(plots.Shown):
 
         return StatisticsByPoint.together(parts())
 
+    @explains_calls
     def top(
         self, sums: StatisticsByPoint, name: str, column: int, model: nn.Module | None = None
     ) -> TopActivations:

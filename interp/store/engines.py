@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from hooks.base import library, require_integer, shown
+from hooks.base import library, require_integer, shown, without_handle
 
 Model = nn.Module | Callable[[], nn.Module]
 """A model, or a function that returns a model."""
@@ -45,7 +45,8 @@ def loaded(model: Model) -> nn.Module:
     Raises:
         TypeError: if `model` is neither a model nor a function that returns a model.
     """
-    module = model if isinstance(model, nn.Module) or not callable(model) else model()
+    made = model if isinstance(model, nn.Module) or not callable(model) else model()
+    module = without_handle(made)
     if not isinstance(module, nn.Module):
         raise TypeError(
             "model must be a module, or a function that returns a module, such as "

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from hooks import HookedRunner, HookPoint, HookPoints
 from hooks.base import (
+    ModelHandle,
     Text,
     agree,
     attribute_hint,
     carried,
+    explains_calls,
     generator,
     has_shards,
     logits_rounding,
@@ -69,11 +71,12 @@ _LEAST_GRADIENT = 1e-6
 """A gradient at a token counts as 0 if it is at most this share of the largest gradient."""
 
 
-class Attached(ReadsText):
+class Attached(ReadsText, ModelHandle):
     """A model with points, until `remove()` or the end of a `with` statement; see `attach`.
 
-    It converts strings to tokens for the model, and has the parts of
-    `interp.protocol.LanguageModel`. Some models have only some of these parts:
+    Functions that take a model also take this object, and use its `model`. It converts strings to
+    tokens for the model, and has the parts of `interp.protocol.LanguageModel`. Some models have
+    only some of these parts:
 
     - The steps of a run (`context`, `input_resid`, `run_block`, `logits`) and `config` exist if the
       model has a stack of blocks that reads only a text.
@@ -131,19 +134,22 @@ class Attached(ReadsText):
     settings: AttachSettings | None
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self.model = model
         self.left_out = {}
         self.uncached = uncached(model)
         self.needed = {}
         self.base = base_of(model)
-        self._parameters = parameters_of(model)
+        self._argument_names = parameters_of(model)
         # The forward of an adapter's wrapper may pass `*args` on to the model inside.
         kinds = [part.kind for part in inspect.signature(model.forward).parameters.values()]
         is_wrapper = self.base is not model
         self._has_no_names = is_wrapper and inspect.Parameter.VAR_POSITIONAL in kinds[:1]
         # The name of the argument for texts.
-        self._reads = "input_ids" if "input_ids" in self._parameters else self._parameters[0]
-        self._positions = PaddedPositions(self, "position_ids" in self._parameters)
+        self._reads = (
+            "input_ids" if "input_ids" in self._argument_names else self._argument_names[0]
+        )
+        self._positions = PaddedPositions(self, "position_ids" in self._argument_names)
         self._family = getattr(getattr(model, "config", None), "model_type", None)
         self._configs: dict[nn.Module, tuple[Any, Any]] = {}
         self.settings = None
@@ -276,7 +282,7 @@ class Attached(ReadsText):
             args, kwargs = (), named
         texts = named.get(self._reads)
         if isinstance(texts, Mapping) and "attention_mask" not in named:
-            others = {*self._parameters} - {self._reads, "attention_mask"}
+            others = {*self._argument_names} - {self._reads, "attention_mask"}
             kwargs |= {name: texts[name] for name in texts if name in others}
             texts = {name: texts[name] for name in texts if name not in others}
         if device := self._text_device():
@@ -327,7 +333,7 @@ class Attached(ReadsText):
         Args:
             named: the arguments of the run, by name.
         """
-        if "decoder_input_ids" not in self._parameters:
+        if "decoder_input_ids" not in self._argument_names:
             return False
         texts = [
             named.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds", "labels")
@@ -336,7 +342,7 @@ class Attached(ReadsText):
 
     def _named(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return all arguments of a run by the names of the parameters."""
-        return dict(zip(self._parameters, args, strict=False)) | kwargs
+        return dict(zip(self._argument_names, args, strict=False)) | kwargs
 
     def _text_device(self) -> torch.device | None:
         """Return the device of the model's first weight; None if the weight is stored elsewhere."""
@@ -604,7 +610,7 @@ class Attached(ReadsText):
             ValueError: if `models.from_hf` or `PlainView` raises it.
         """
         if self._family not in FAMILIES:
-            return hooks_disabled(PlainView, self)
+            return hooks_disabled(PlainView, self.model)
         transformer = from_memory(self.model, keep=True)
         transformer.tokenizer = self.tokenizer
         return transformer
@@ -629,9 +635,19 @@ class Attached(ReadsText):
                 f"{name} of Attached cannot be assigned, because it is read from the model: change "
                 "the parameters of the model itself, inside torch.no_grad()"
             )
-        super().__setattr__(name, value)
+        if name == "model":
+            super().__setattr__(name, value)
+        else:
+            # Only the model is a child. The other modules are parts of it.
+            object.__setattr__(self, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the model."""
+        return self.model(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "model":
+            return super().__getattr__(name)
         if name.startswith(("W_", "b_")) and self.has(name):
             return getattr(self.plain(), name)
         if name.startswith("_"):
@@ -640,6 +656,7 @@ class Attached(ReadsText):
         raise AttributeError(f"Attached has no attribute {name!r}{hint}")
 
 
+@explains_calls
 def detach(model: nn.Module) -> None:
     """Remove all points from a model, or from a copy of an attached model.
 

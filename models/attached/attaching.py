@@ -48,7 +48,7 @@ def attach(
 ) -> Attached:
     """Put hook points into a model of `transformers`, under the names of `models.Transformer`.
 
-    After this, `HookedRunner(model)` and the analyses of `interp` work as on a plain transformer.
+    After this, `HookedRunner` and the analyses of `interp` work as on a plain transformer.
     The weights, the state dict and the outputs do not change. The points are found from a run on
     fourteen tokens, in evaluation mode, and checked by a few more runs, so no architecture needs to
     be known. A module that computes attention in its own code gets points if it computes two
@@ -86,8 +86,8 @@ def attach(
         attn, mlp: the names of the sublayers inside a block.
 
     Returns:
-        The attachment: the object that analyses use. `attachment.remove()`, or the end of a `with`
-        statement, removes the points.
+        The attachment. `HookedRunner` and all functions that take a model accept it in place of the
+        model. `attachment.remove()`, or the end of a `with` statement, removes the points.
 
     Raises:
         ImportError: if `transformers` is not installed, or is older than 5.6.

@@ -43,6 +43,7 @@ from hooks.base import (
     carried,
     code_rounding,
     is_same,
+    language_of,
     mapped,
     mark_padding,
     tensors_in,
@@ -85,7 +86,7 @@ class PlainView(ReadsText, nn.Module):
     See the docstring of the file.
 
     Args:
-        language: the attached model's parts (`Attached`).
+        model: the attached model.
 
     Attributes:
         config: its sizes.
@@ -111,10 +112,11 @@ class PlainView(ReadsText, nn.Module):
     _head: Any
 
     @without_gradients
-    def __init__(self, language: Any) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        model = language.model
+        language: Any = language_of(model)
         layouts = language.layouts
+        points: Any = model.blocks
         # Do not register these as submodules. Otherwise their points and parameters would belong to
         # the view.
         vars(self).update(_model=model, _language=language, config=language.config)
@@ -130,7 +132,7 @@ class PlainView(ReadsText, nn.Module):
             context = _view_context_of(language, modules, tokens=tokens, arguments={})
             recorded = _scaled(
                 [
-                    RecordedBlock(n, layout, model.blocks[n], calls=calls, context=context)
+                    RecordedBlock(n, layout, points[n], calls=calls, context=context)
                     for n, layout in enumerate(layouts)
                 ]
             )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks.base import hooks_of, require_choice, require_module, storage, whole
+from hooks.base import explains_calls, hooks_of, require_choice, require_module, storage, whole
 from hooks.shared import is_foreign
 from models.adapters import AdaptedMap, adapted_maps, weights_without_adapters
 from models.checkpoints.assemble import DTYPES, Reader, TensorSource, assemble, end_tokens
@@ -97,6 +97,7 @@ def load_huggingface(
     )
 
 
+@explains_calls
 def from_hf(
     model: nn.Module,
     *,
