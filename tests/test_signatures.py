@@ -27,6 +27,7 @@ import json
 import re
 import textwrap
 import tomllib
+import types
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -53,7 +54,15 @@ from tests.attachable import made
 from tests.faces import MODULES, is_ours
 from tests.reference import VARIANTS, variant
 from tests.released import OPTIONAL
-from tests.returned import DETAILS, HELD, public_values, reached, received, returned
+from tests.returned import (
+    DETAILS,
+    HELD,
+    names_in,
+    public_values,
+    reached,
+    received,
+    returned,
+)
 from tests.written import members_of, type_text, value_text
 
 pytest.importorskip("matplotlib", reason="the record contains pictures of the extra plots")
@@ -407,6 +416,70 @@ def test_the_arguments_of_a_recorded_constructor_before_the_last_public_one_are_
     assert are_private == sorted(are_private)
     for each in parameters:
         assert not each.name.startswith("_") or each.default is not each.empty
+
+
+def needed(kind, owner, names=()):
+    """Return the classes of this project that users need to make a value of a type, and that no
+    public module exports.
+
+    Of a union, users may choose a member. Every object with its members is a value of a protocol.
+
+    Args:
+        kind: the type.
+        owner: the function with the annotation.
+        names: the names of types that contain this type.
+    """
+    if isinstance(kind, typing.ForwardRef | str):
+        name = kind if isinstance(kind, str) else kind.__forward_arg__
+        if name in names:
+            return set()
+        names = (*names, name)
+        kind = eval(name, names_in(inspect.unwrap(owner).__module__))
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return min(
+            (needed(part, owner, names) for part in parts if part is not type(None)), key=len
+        )
+    if inspect.isclass(kind) and not parts:
+        if not is_ours(kind) or getattr(kind, "_is_protocol", False):
+            return set()
+        return set() if any(issubclass(public, kind) for public in PUBLIC_CLASSES) else {kind}
+    if origin in (typing.Literal, Callable):
+        return set()
+    return {each for part in parts for each in needed(part, owner, names)}
+
+
+def needed_arguments(function):
+    """Return the classes that a call of a function needs, with the names of their arguments."""
+    parameters = inspect.signature(function).parameters.values()
+    return {
+        (kind.__name__, each.name)
+        for each in parameters
+        if each.kind is not each.VAR_KEYWORD and not each.name.startswith("_")
+        for kind in needed(each.annotation, function)
+    }
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PUBLIC_CLASSES if [*constructor(kind)]])
+def test_the_arguments_of_a_recorded_constructor_can_be_made_from_public_classes(kind):
+    make = kind.__new__ if hasattr(kind, "_field_defaults") else kind.__init__
+    assert needed_arguments(make) == set()
+
+
+PUBLIC_FUNCTIONS = {
+    path: value for value, path in public_values() if inspect.isfunction(value) and is_ours(value)
+}
+
+
+@pytest.mark.parametrize("path", PUBLIC_FUNCTIONS)
+def test_public_functions_take_public_classes_and_results_of_functions(path):
+    given = {
+        kind.__name__
+        for kind, paths in reached().items()
+        if any("=)" not in each for each in paths)
+    }
+    needs = needed_arguments(PUBLIC_FUNCTIONS[path])
+    assert {kind for kind, _ in needs} <= given - DETAILS
 
 
 def test_the_page_names_the_classes_whose_constructors_are_not_recorded():

@@ -8,9 +8,16 @@ two models; `interp.runs.adapters` makes two models of one model with an adapter
 
 from hooks.base import missing_name as _missing_name
 from interp.diffing.change import ModelChange, compare_models
-from interp.diffing.matrices import MatrixChange, WeightChanges
+from interp.diffing.matrices import ChangedRows, MatrixChange, WeightChanges
 from interp.diffing.promoted import DifferenceLens
 
-__all__ = ["DifferenceLens", "MatrixChange", "ModelChange", "WeightChanges", "compare_models"]
+__all__ = [
+    "ChangedRows",
+    "DifferenceLens",
+    "MatrixChange",
+    "ModelChange",
+    "WeightChanges",
+    "compare_models",
+]
 
 __getattr__ = _missing_name(__name__, __all__)

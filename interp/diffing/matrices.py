@@ -97,6 +97,9 @@ class ChangedRows(NamedTuple):
         n: the number of rows that changed.
         tokens: the tokens of the 10 rows that changed most, as texts, or as numbers without a
             tokenizer.
+
+    >>> ChangedRows("embedding", 2, (" left", " right")).tokens
+    (' left', ' right')
     """
 
     role: str

@@ -19,7 +19,7 @@ tensor(32)
 
 from hooks.base import missing_name as _missing_name
 from interp.features.activations import Gated, GroupMax, JumpReLU, TopK
-from interp.features.cards import FeatureCard, FeatureCards, feature_cards
+from interp.features.cards import FeatureCard, FeatureCards, FeatureExample, feature_cards
 from interp.features.controls import purity, stability
 from interp.features.cross_layer import CrossLayerTranscoder
 from interp.features.crosscoder import Crosscoder
@@ -37,7 +37,7 @@ from interp.features.member_cards import crosscoder_cards
 from interp.features.members import member_values
 from interp.features.saebench import for_saebench
 from interp.features.scaling import LatentScaling, latent_scaling
-from interp.features.scores import DictionaryScores
+from interp.features.scores import DictionaryScores, PointScores
 from interp.features.splicing import splice
 from interp.features.temporal import AffineMap, ContextAttention, TemporalDictionary
 from interp.features.transcoders import Transcoders, TranscoderSet
@@ -53,12 +53,14 @@ __all__ = [
     "ExplanationScore",
     "FeatureCard",
     "FeatureCards",
+    "FeatureExample",
     "Gated",
     "GroupMax",
     "JudgedExample",
     "JumpReLU",
     "LatentScaling",
     "MatchingPursuit",
+    "PointScores",
     "TemporalDictionary",
     "TopK",
     "TranscoderSet",

@@ -60,6 +60,10 @@ class FeatureExample:
         tokens: the tokens as text, or their ids if the model has no tokenizer.
         activations: the value of the feature at each token.
         pos: the index of the token where the feature is largest.
+
+    >>> example = FeatureExample(["import", " os"], [0.0, 1.5], pos=1)
+    >>> example.tokens[example.pos]
+    ' os'
     """
 
     tokens: Sequence[str]

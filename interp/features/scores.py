@@ -41,6 +41,11 @@ class PointScores:
         l0: the mean number of features that are not 0 at a position.
         density: the share of positions where a feature is not 0, for each feature.
         n_tokens: the number of positions that were read, or 0 if it is unknown.
+
+    >>> import torch
+    >>> scores = PointScores(explained_variance=0.9, l0=0.7, density=torch.tensor([0.0, 0.2, 0.5]))
+    >>> round(scores.dense, 2)
+    0.67
     """
 
     explained_variance: float
