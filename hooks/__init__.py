@@ -3,7 +3,8 @@
 Read `point`, `names`, `session`, `edit`, `runner`, `capture`, `cache`, `lazy`, `replay`, `modes`,
 `plan` and `receipts` in this order. The other files are modules that run directly after a point
 (`parts`), the hooks of one step of a generation (`steps`), the inputs of a cached run (`origin`),
-names that only `models` and `interp` need (`shared`), and general parts without hooks (`base`).
+the warning of functions that change only padding (`padding_changes`), names that only `models` and
+`interp` need (`shared`), and general parts without hooks (`base`).
 """
 
 from hooks.base import missing_name as _missing_name

@@ -25,16 +25,15 @@ from hooks.base import (
     require_fired,
     shown,
     tensors_in,
-    to_device,
     warn,
     with_first_tensor,
-    without_gradients,
 )
 from hooks.base._torch import compiled_forms, has_storage, is_checkpointed
 from hooks.base.errors import ContextError, EditError, HookError
 from hooks.names import resolve
+from hooks.padding_changes import PaddingChanges, changes_here
 from hooks.point import Hook, HookPoint, Point, as_node, first_tensor, has_forward, require_unsplit
-from hooks.receipts import Receipt, Receipts, real_places
+from hooks.receipts import Receipt, Receipts
 from hooks.session import OutputHook, Session, edits_in_force, hooks_disabled, is_open
 
 ELSEWHERE = (
@@ -78,6 +77,26 @@ class EditedPoint:
         Raises:
             EditError: if a hook returns no tensor, or changes the shape, dtype or device.
         """
+        if torch.compiler.is_compiling():
+            return self._apply(value, call, None)
+        changes = changes_here() or PaddingChanges()
+        new = self._apply(value, call, changes)
+        if changes is not changes_here():
+            changes.report()
+        return new
+
+    def _apply(self, value: Tensor, call: int | None, changes: PaddingChanges | None) -> Tensor:
+        """Apply the hooks as `apply` does, and note it if they change only padding in a text.
+
+        Edits of `interp.edits` know the padding, and so does a function that calls `token_mask`, so
+        they are not checked.
+
+        Args:
+            value: the value.
+            call: the number of the call of the module, if known.
+            changes: the object that collects the changes of padding. None if the changes are not
+                collected, as in compiled code.
+        """
         # A hook may write into its copy. Two points of the residual stream can share one tensor,
         # and writing into the original would change the cached value of the other point.
         new = value.clone()
@@ -106,42 +125,11 @@ class EditedPoint:
                     raise EditError(f"a hook at {self.point} {rule}; got {got}")
             # The hook may have stored its result, and the next hook or the model may write into it.
             new = new.clone()
-        if has_mask and not piece.is_asked:
-            self._warn_of_padding(value, new)
+        if changes is None or (has_mask and piece.is_asked):
+            return new
+        if any(not hasattr(hook, "acts_at_end") for hook in self.hooks) and _has_numbers(value):
+            changes.note(self.point, value, new)
         return new
-
-    @without_gradients
-    def _warn_of_padding(self, before: Tensor, after: Tensor) -> None:
-        """Warn if the hooks changed padding in a text, and nothing else.
-
-        For example, `value[:, -1] = 0` is a mistake in texts that are padded on the right. Edits of
-        `interp.edits` know the padding, and so does a function that calls `token_mask`, so they are
-        not checked.
-
-        Args:
-            before: the value before the hooks.
-            after: the value after the hooks.
-        """
-        are_functions = any(not hasattr(hook, "acts_at_end") for hook in self.hooks)
-        real = real_places(self.point, before.shape) if are_functions else None
-        if real is None or before.is_meta or isinstance(before, FakeTensor):
-            return
-        rows = self.point.axes.index("batch")
-        real = to_device(real, before.device)
-        # Some kernels return NaN at padding, and NaN is not equal to NaN.
-        changed = (after != before) & ~(after.isnan() & before.isnan())
-        others = [dim for dim in range(before.ndim) if dim != rows]
-        # A piece of a long text may contain only padding of a shorter text.
-        has_tokens = real.expand_as(changed).any(others)
-        only_padding = (changed & ~real).any(others) & ~(changed & real).any(others) & has_tokens
-        if only_padding.any():
-            numbers = only_padding.nonzero()[:, 0].tolist()
-            texts = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
-            warn(
-                f"a hook function at {self.point.name} changed only padding in text {texts}: "
-                "value[:, -1] is the last column of the batch, and not the last token; use an edit "
-                "such as interp.edits.replace(cache, pos=-1), or the mask hooks.token_mask()"
-            )
 
     def _changed(self, hook: Hook, value: Tensor, call: int | None) -> Tensor | None:
         """Return the result of a hook, which runs while no hooks act.
@@ -197,6 +185,7 @@ class HookContext:
         self._backward = backward
         self._fired: set[str] = set()
         self._has_warned = False
+        self._changes = PaddingChanges()
         self._receipts: list[list[Receipt]] = []
         for edited in edits if receipts else ():
             self._receipts.append([Receipt(hook, edited.point) for hook in edited.hooks])
@@ -228,9 +217,16 @@ class HookContext:
         try:
             session.__enter__()
             calls = Calls()
-            session.count(self._model, lambda args, kwargs: calls.clear())
+            changes = self._changes
+
+            def begin(args: Any, kwargs: Any) -> None:
+                calls.clear()
+                changes.begin(kwargs)
+
+            session.count(self._model, begin)
             for edited, receipts in zip_longest(self._edits, self._receipts):
-                again = edit_at(edited, self._fired)
+                # The run itself has noted changes of padding.
+                again = edit_at(edited, self._fired, changes=PaddingChanges())
                 noting = edited
                 if receipts:
                     hooks = tuple(receipt.noting for receipt in receipts)
@@ -241,7 +237,12 @@ class HookContext:
                     watch = Watch(edited.point, self._model)
                     session.after(watch.parent, watch.end, first=True)
                 edit = edit_at(
-                    noting, self._fired, watch=watch, receipts=receipts or (), calls=calls
+                    noting,
+                    self._fired,
+                    watch=watch,
+                    receipts=receipts or (),
+                    calls=calls,
+                    changes=changes,
                 )
                 # Receipts count each call, so they must see each call.
                 applies = edited if not receipts and watch is None else None
@@ -250,6 +251,8 @@ class HookContext:
                 listener = gradient_edit_at(edited, self._fired)
                 session.after(edited.point.module, listener)
             session.note(self._model, self._acted)
+            if self._stays:
+                session.look(self._model, lambda output: changes.report())
             for compiled in compiled_forms(self._model) if self._stays else ():
                 session.look(compiled, self._warn_if_missed)
         except BaseException:
@@ -265,6 +268,8 @@ class HookContext:
     ) -> None:
         assert self._session is not None
         self._session.__exit__(kind, error, traceback)
+        if kind is None:
+            self._changes.report()
         if kind is None and (True in self._acted or (self._acted and not self._fired)):
             reason = NEVER_FIRED if True in self._acted else ELSEWHERE
             require_fired(self._names(), self._fired, reason)
@@ -378,6 +383,7 @@ def edit_at(
     watch: "Watch | None" = None,
     receipts: Sequence[Receipt] = (),
     calls: Calls | None = None,
+    changes: PaddingChanges | None = None,
 ) -> OutputHook:
     """Return a forward hook that edits the value at a point.
 
@@ -389,6 +395,8 @@ def edit_at(
             the output.
         calls: the number of times that each point has fired in this run; None if calls are not
             counted.
+        changes: collects changes of padding by functions of the user. Default: each is reported
+            at once.
 
     Raises:
         HookError: from the returned function, if a process has only a part of the value; or in the
@@ -404,7 +412,10 @@ def edit_at(
         number = None
         if calls is not None and not torch.compiler.is_compiling():
             number = calls.next(point.name)
-        new = edited.apply(value, number)
+        if changes is None or torch.compiler.is_compiling():
+            new = edited.apply(value, number)
+        else:
+            new = edited._apply(value, number, changes)
         edited_output = with_first_tensor(output, new)
         if watch is None or isinstance(output, Tensor) or not _has_numbers(new):
             return edited_output

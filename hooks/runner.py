@@ -231,6 +231,11 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
             backward: likewise `fn(gradient, point)`, called by `backward()` on this output. These
                 functions belong to the graph of this run, not to the model.
 
+        Warns:
+            UserWarning: if functions change only padding in a text. The warning names the points
+                and the texts. It needs the mask of the texts; at a module without a point, it also
+                needs an output [batch, pos, size].
+
         Raises:
             UnknownNameError: if a selector matches nothing.
             EditError: if a function changes the shape, dtype or device of its value.

@@ -6,6 +6,7 @@
 from hooks.capture import Recorder
 from hooks.edit import edited_points_in_force
 from hooks.names import blocks_of, names_by_layer, resolve
+from hooks.padding_changes import one_warning
 from hooks.parts import Part, PartPoint, parts_of, with_parts
 from hooks.point import OptionalPoints, first_tensor, inside, point_of
 from hooks.replay import plain_argument, replay

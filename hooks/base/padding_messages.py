@@ -9,6 +9,7 @@ callers pass the reason of a message as text, such as the name of the model that
 2. Selected tokens: `no_real_token`, `padding_selected`, `before_the_text`.
 3. Texts with padding: `moved_prompts`, `different_starts`, `wrong_side`, `unequal_lengths`,
    `decoder_copies_padding`, `several_texts`, `different_padding`, `no_donor`.
+4. Hook functions of the user: `changed_padding`.
 
 Errors about a mask of queries and keys (`query_key_mask`) are in `models.running.masks`.
 """
@@ -284,3 +285,29 @@ def no_donor(row: int, n_copies: int) -> str:
     """
     given = f"only row {row}" if n_copies == 1 else f"only {n_copies} copies of row {row}"
     return f"resample must have 2 different texts with the same padding; got {given}"
+
+
+def changed_padding(points: Sequence[str], texts: Sequence[int], column: int | None) -> str:
+    """Return the message for hook functions of the user that changed only padding in some texts.
+
+    Args:
+        points: the names of the points.
+        texts: the numbers of the texts.
+        column: the column that was changed; None if there are several.
+
+    >>> print(changed_padding(["embed"], [1, 3], 6))  # doctest: +ELLIPSIS
+    a hook function at embed changed only padding in texts 1, 3: column 6 is padding in these ...
+    """
+    others = len(points) - 1
+    more = f" and {others} other point{'s' * (others > 1)}" if others else ""
+    first = ", ".join(map(str, texts[:3]))
+    where = f"text {first}" if len(texts) == 1 else f"texts {first}"
+    if len(texts) > 3:
+        where = f"{len(texts)} texts, first: {first}"
+    these = "this text" if len(texts) == 1 else "these texts"
+    changed = "the changed columns are" if column is None else f"column {column} is"
+    return (
+        f"a hook function at {points[0]}{more} changed only padding in {where}: {changed} padding "
+        f"in {these}. Use an edit such as interp.edits.replace(cache, pos=-1), where pos=-1 is the "
+        "last token of each text, or the mask hooks.token_mask()"
+    )

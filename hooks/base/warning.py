@@ -21,5 +21,8 @@ def warn(message: str, kind: type[Warning] = UserWarning) -> None:
     frames = traceback.walk_stack(sys._getframe(1))
     packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
     outermost = max(n for n, package in enumerate(packages) if package in _PACKAGES)
+    # A model that the user calls is called by PyTorch.
+    while packages[outermost + 1 : outermost + 2] == ["torch"]:
+        outermost += 1
     with without_bar():
         warnings.warn(message, kind, stacklevel=outermost + 3)

@@ -31,7 +31,7 @@ from hooks.base import (
     warn,
     without_gradients,
 )
-from hooks.shared import is_listened_to
+from hooks.shared import is_listened_to, one_warning
 from interp.edits import Edit
 from interp.measuring import metric_of_examples
 from interp.numbers.precision import has_nan
@@ -74,7 +74,7 @@ def effects_of_edits(
     prompts = runs.columns_of_prompts
     if prompts is not None and not of_rows:
         edits_of_runs = [_of_texts(edited, prompts) for edited in edits_of_runs]
-    with batch.reading():
+    with one_warning(), batch.reading():
         base, values = _measured(runs.runner, batch, edits_of_runs, max_bytes=max_bytes)
     effects = values - base
     if has_nan(effects):

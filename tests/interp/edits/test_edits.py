@@ -897,7 +897,9 @@ def test_a_function_that_changes_only_padding_gives_a_warning(wide, texts):
     def run(hook, mask, name=point):
         wide.run_with_hooks(texts[0], attention_mask=mask, hooks={name: hook})
 
-    message = rf"hook function at {point} changed only padding in text 1, 3: .*pos=-1"
+    message = (
+        rf"hook function at {point} changed only padding in texts 1, 3: column {POS - 1} .*pos=-1"
+    )
     with pytest.warns(UserWarning, match=message):
         run(of_last_column, right)
     # The last column is a real token, or the function knows the padding, or it changes all columns.
@@ -909,7 +911,7 @@ def test_a_function_that_changes_only_padding_gives_a_warning(wide, texts):
     run(lambda value, point: value * (1 + token_mask()[..., None]), right)
     run(lambda value, point: value, right)
     run(lambda value, point: value * token_mask()[..., None], right)
-    with pytest.warns(UserWarning, match="only padding in text 1, 3"):
+    with pytest.warns(UserWarning, match="only padding in texts 1, 3"):
         run(lambda value, point: value + 1.0 * ~right[:, None, :, None], right, "*.0.attn.pattern")
 
 
