@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 from torch import Tensor, nn
 
@@ -25,6 +25,8 @@ from hooks.base import (
     NEVER_FIRED,
     HintedClass,
     HintsAtNames,
+    Output,
+    Returns,
     Words,
     config_hash,
     explains_calls,
@@ -53,6 +55,8 @@ from hooks.plan import Plan, planned
 from hooks.point import HookPoint, OptionalPoints, Point, has_forward, point_of
 from hooks.session import Session, edits_in_force, is_listened_to, owners
 
+R = TypeVar("R")
+
 
 class Points(dict[str, Point]):
     """Points by name, in the model's order; printed as a table."""
@@ -80,7 +84,7 @@ _REMOVED = (
 )
 
 
-class HookedRunner(HintsAtNames, metaclass=HintedClass):
+class HookedRunner(HintsAtNames, Generic[Output], metaclass=HintedClass):
     """A runner that reads and edits the values of a model.
 
     Its forward hooks exist only inside a call or a `with`. It works on any `nn.Module`. The points
@@ -88,6 +92,9 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
     module is its output. If the module returns several tensors, the value is the first tensor. A
     selector is a name, a glob, a predicate on `Point`, a `Mode`, or a list of selectors. An exact
     name may be the name of any module.
+
+    For type checkers, `HookedRunner[Tensor]` is a runner of a model whose output is a tensor. The
+    type of the output is Any if the class of the model does not give it.
 
     Args:
         model: the model. Make a new runner if its structure changes.
@@ -108,7 +115,14 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
     model: nn.Module
     points: Points
 
-    @explains_calls
+    @overload
+    def __init__(self, model: Returns[Output]) -> None: ...
+
+    @overload
+    def __init__(self: "HookedRunner[Any]", model: nn.Module) -> None: ...
+
+    # The first form also fits other functions, which `require_module` refuses.
+    @explains_calls  # type: ignore[misc]
     def __init__(self, model: nn.Module) -> None:
         require_module(model)
         self.model = model
@@ -130,6 +144,28 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
             name for name, point in self.points.items() if point.module in may_not_run
         }
         self._has_warned = False
+
+    @overload
+    def run_with_cache(
+        self,
+        *args: Any,
+        names: Selector | None = None,
+        mode: Mode | str | None = None,
+        lazy: bool = False,
+        run: None = None,
+        **kwargs: Any,
+    ) -> tuple[Output, ActivationCache]: ...
+
+    @overload
+    def run_with_cache(
+        self,
+        *args: Any,
+        names: Selector | None = None,
+        mode: Mode | str | None = None,
+        lazy: bool = False,
+        run: Callable[..., R],
+        **kwargs: Any,
+    ) -> tuple[R, ActivationCache]: ...
 
     def run_with_cache(
         self,
@@ -215,7 +251,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
 
     def run_with_hooks(
         self, *args: Any, hooks: Hooks | None = None, backward: Hooks | None = None, **kwargs: Any
-    ) -> Any:
+    ) -> Output:
         """Run the model under edits and return its output.
 
         As in an ordinary call of the model, autograd records the run. To save time and memory
@@ -245,7 +281,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         draws = self._draws()
         with self.hooks(hooks, backward=backward):
             try:
-                output = self.model(*args, **kwargs)
+                output: Output = self.model(*args, **kwargs)
             except TypeError:
                 self._require_fit("run_with_hooks", args, kwargs)
                 raise

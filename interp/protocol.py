@@ -3,13 +3,15 @@
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner, ModeError
 from hooks.base import (
+    Output,
+    Returns,
     explains_calls,
     has_shards,
     is_compiled,
@@ -18,6 +20,7 @@ from hooks.base import (
     uncompiled,
 )
 
+R = TypeVar("R")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 STACKS = ("encoder", "decoder", "vision", "audio")
@@ -365,7 +368,20 @@ def logits_of(output: Any) -> Float[Tensor, "batch pos vocab"]:
     return logits[:, None] if logits.ndim == 2 else logits
 
 
-@explains_calls
+@overload
+def run_with_cache(
+    model: nn.Module, *args: Any, run: Callable[..., R], **options: Any
+) -> tuple[R, ActivationCache]: ...
+
+
+@overload
+def run_with_cache(
+    model: Returns[Output], *args: Any, **options: Any
+) -> tuple[Output, ActivationCache]: ...
+
+
+# The second form also fits other functions, which the runner refuses.
+@explains_calls  # type: ignore[misc]
 def run_with_cache(model: nn.Module, *args: Any, **options: Any) -> tuple[Any, ActivationCache]:
     """Run a model once, and return its output and a cache of its values.
 

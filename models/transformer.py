@@ -6,7 +6,7 @@ Continue with `block.py`, then `attention.py`, `mlp.py` and `norm.py`.
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, ClassVar, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -223,6 +223,10 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
         mark_padding(logits, context.real)
         context.commit()
         return logits
+
+    if TYPE_CHECKING:
+        # Otherwise a call returns Any, as a call of any module of PyTorch.
+        __call__ = forward
 
     def context(
         self,

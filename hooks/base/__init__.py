@@ -85,6 +85,8 @@ from hooks.base.hints import (
 )
 from hooks.base.kinds import (
     HasLogits,
+    Output,
+    Returns,
     logits_in,
     missing_name,
     require_callable,
@@ -167,8 +169,10 @@ __all__ = [
     "Index",
     "ModelHandle",
     "NoOthers",
+    "Output",
     "Piece",
     "Placement",
+    "Returns",
     "Rows",
     "Scoped",
     "Selection",

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from types import FrameType
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,27 @@ from torch import Tensor, nn
 from hooks.base.hints import attribute_hint, closest, made_by
 from hooks.base.renamed import Renamed, warn_of_old_name
 from hooks.base.saying import shown
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as TypeVarWithDefault
+
+    Output = TypeVarWithDefault("Output", default=Any)
+else:
+    # Python 3.11 and 3.12 have no defaults of type variables, which only type checkers need.
+    Output = TypeVar("Output")
+Output_co = TypeVar("Output_co", covariant=True)
+
+
+class Returns(Protocol[Output_co]):
+    """A model, by the type of its output, for type checkers.
+
+    They know that a `Transformer` returns a tensor. For other modules of PyTorch, the type is Any.
+    """
+
+    training: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Output_co:
+        """Return the output of the model."""
 
 
 def require_kind(

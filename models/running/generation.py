@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import index
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -138,6 +138,36 @@ def generate(
     return [
         text + added[:length] for text, (length, *added) in zip(text.listed(), rows, strict=True)
     ]
+
+
+@overload
+def generate_text(
+    model: nn.Module | ReadsText,
+    prompts: str,
+    *,
+    max_new_tokens: int,
+    **options: Unpack[GenerationOptions],
+) -> str: ...
+
+
+@overload
+def generate_text(
+    model: nn.Module | ReadsText,
+    prompts: list[str],
+    *,
+    max_new_tokens: int,
+    **options: Unpack[GenerationOptions],
+) -> list[str]: ...
+
+
+@overload
+def generate_text(
+    model: nn.Module | ReadsText,
+    prompts: Texts,
+    *,
+    max_new_tokens: int,
+    **options: Unpack[GenerationOptions],
+) -> Any: ...
 
 
 @explains_calls

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from operator import index
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from jaxtyping import Int
@@ -212,6 +212,12 @@ class ReadsText:
         has_start = tuple(tokens[: len(start)]) == start
         closing = getattr(tokenizer, "closing_token_ids", ()) if closed else ()
         return [*(() if has_start else start), *tokens, *closing]
+
+    @overload
+    def to_text(self, tokens: int | list[int]) -> str: ...
+
+    @overload
+    def to_text(self, tokens: Texts | Int[Tensor, ""]) -> Any: ...
 
     def to_text(self, tokens: Texts | int | Int[Tensor, ""]) -> Any:
         """Return the text of one token or of one list of tokens, or a list of several texts.
