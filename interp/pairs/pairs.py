@@ -47,6 +47,7 @@ from interp.measuring import (
     name_of,
 )
 from interp.metrics import accuracy, log_prob, logit_diff
+from interp.pairs import printed
 from interp.pairs.answers import (
     Continuations,
     rows_of_answers,
@@ -165,7 +166,10 @@ class Pairs(plots.Shown, metaclass=HintedClass):
     >>> corrupted = torch.tensor([[3, 6, 4], [2, 6, 5]])
     >>> pairs = Pairs(clean, corrupted, torch.tensor([[7, 8], [9, 8]]), spans={"name": [[1], [1]]})
     >>> pairs
-    Pairs: 2, clean [2, 3], corrupted [2, 3], spans name
+    Pairs: 2, read: clean [2, 3], corrupted [2, 3], spans name
+      first clean: [3, 1, 4]
+      first corrupted: [3, 6, 4]
+      first answer: right 7, wrong 8
     >>> pairs.metric
     logit_diff([7, 9], [8, 8], pos=-1)
     """
@@ -254,8 +258,16 @@ class Pairs(plots.Shown, metaclass=HintedClass):
 
         >>> from models import load
         >>> pairs = Pairs("def __ini", "def __nam", ("t", "e"))
+        >>> pairs
+        Pairs: 1, not read by a model yet
+          clean: 'def __ini'
+          corrupted: 'def __nam'
+          answer: right 't', wrong 'e'
         >>> pairs.read_by(load("pydoc-4l"))
-        Pairs: 1, clean [1, 9], corrupted [1, 9]
+        Pairs: 1, read: clean [1, 9], corrupted [1, 9]
+          clean: 'def __ini'
+          corrupted: 'def __nam'
+          answer: right 't', wrong 'e'
         """
         clean = text_for(model, self._clean)
         corrupted = None if self._corrupted is None else text_for(model, self._corrupted)
@@ -304,7 +316,9 @@ class Pairs(plots.Shown, metaclass=HintedClass):
         >>> from models import load
         >>> pairs = Pairs("def __ini", answers=(" of", " a")).read_by(load("pydoc-4l"))
         >>> pairs.rows()
-        Pairs: 2, clean [2, 11]
+        Pairs: 2, read: clean [2, 11]
+          first clean: 'def __ini o'
+          metric: log_prob(' of') - log_prob(' a')
         >>> pairs.metric
         log_prob(' of') - log_prob(' a')
         """
@@ -498,7 +512,9 @@ class Pairs(plots.Shown, metaclass=HintedClass):
         >>> from models import load
         >>> pairs = Pairs(["def __ini", "import o"], answers=[("t", "e"), ("s", "f")])
         >>> pairs.solved(load("pydoc-4l"))
-        Pairs: 1 of 2 solved, clean [1, 9]
+        Pairs: 1 of 2 solved, read: clean [1, 9]
+          clean: 'def __ini'
+          answer: right 't', wrong 'e'
         """
         read = self.read_by(model)
         pairs = read
@@ -586,15 +602,16 @@ class Pairs(plots.Shown, metaclass=HintedClass):
         spans as they were given.
         """
         if self.is_read and self.clean.ndim > 2:
-            return plots.View(repr(self), [])
+            return plots.View(printed.title(self), [])
         if self.is_read:
-            return objects.pairs(self, self._write or (lambda tokens: [*map(str, tokens)]))
+            write = self._write or (lambda tokens: [*map(str, tokens)])
+            return objects.pairs(self, printed.title(self), write)
         lines = []
         for name in ("clean", "corrupted", "answers", "spans"):
             value = getattr(self, name)
             if value not in (None, {}):
                 lines.append(f"{name}: {short(value)}")
-        return plots.View(repr(self), [], says=lines)
+        return plots.View(printed.title(self), [], says=lines)
 
     def __len__(self) -> int:
         return len(self.clean) if self.is_read else sum(1 for _ in each_text(self.clean))
@@ -660,17 +677,7 @@ class Pairs(plots.Shown, metaclass=HintedClass):
         return form("Pairs", tables, about)
 
     def __repr__(self) -> str:
-        if not self.is_read:
-            return f"Pairs: {len(self)}, of texts that a model will read"
-        count = f"{len(self)}"
-        if self.solved_of is not None:
-            count += f" of {self.solved_of} solved"
-        parts = [count, f"clean {list(self.clean.shape)}"]
-        if self.corrupted is not None:
-            parts.append(f"corrupted {list(self.corrupted.shape)}")
-        if self.spans:
-            parts.append(f"spans {', '.join(self.spans)}")
-        return f"Pairs: {', '.join(parts)}"
+        return printed.printed(self, self._write)
 
 
 def _changed_answers(answers: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -12,11 +12,12 @@ from interp.plots.view import View, told
 _MOST_PAIRS = 6
 
 
-def pairs(pairs: Any, write: Any) -> View:
+def pairs(pairs: Any, title: str, write: Any) -> View:
     """Draw the first pairs as tokens, and mark differing tokens.
 
     Args:
         pairs: the pairs.
+        title: the title of the view.
         write: a function that returns the texts of tokens.
     """
     parts = []
@@ -34,7 +35,7 @@ def pairs(pairs: Any, write: Any) -> View:
             shown = text(write(tokens), differs, title=f"{name} {number}")
             parts += [{**part, "heading": f"{name}, pair {number}"} for part in shown.parts]
     says = [] if pairs.answers is None else [repr(pairs.metric)]
-    return View(repr(pairs), parts, says=says)
+    return View(title, parts, says=says)
 
 
 def dictionary(dictionary: Any) -> View:

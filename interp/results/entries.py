@@ -37,8 +37,11 @@ class Entry(NamedTuple):
             if each layer was changed alone.
         is_rounding: whether the effect on every example is at most the rounding of the metric. The
             effect is then printed as 0.
-        examples: the number of examples that have the place, such as `1 of 2 examples`; empty if
-            all examples have it.
+        examples: the number of texts that have the place, such as `1 of 2 texts`; empty if all
+            texts have it.
+
+    >>> Entry({"layer": 2, "head": 3}, 0.5, 0.1, 0.9)
+    layer 2, head 3  +0.5  [+0.1, +0.9]
     """
 
     where: Mapping[str, Any]
@@ -73,6 +76,19 @@ class Entry(NamedTuple):
         interval = interval_text(self.low, self.high)
         return f"{self.effect:+.4g} {interval}" if interval else f"{self.effect:+.4g}"
 
+    def _line(self, width: int = 0) -> str:
+        """Return the entry as one line.
+
+        Args:
+            width: the number of characters of the name with the spaces after it. Default: 0, for
+                the name alone.
+        """
+        line = f"{self.name:<{width}}  {self.numbers}"
+        return f"{line} ({self.examples})" if self.examples else line
+
+    def __repr__(self) -> str:
+        return self._line()
+
 
 class Entries(HintsAtNames, tuple[Entry, ...]):
     """Entries of a result, which are printed one per line.
@@ -87,10 +103,7 @@ class Entries(HintsAtNames, tuple[Entry, ...]):
 
     def __repr__(self) -> str:
         width = max((len(entry.name) for entry in self), default=0)
-        lines = []
-        for entry in self:
-            line = f"{entry.name:<{width}}  {entry.numbers}"
-            lines.append(f"{line} ({entry.examples})" if entry.examples else line)
+        lines = [entry._line(width) for entry in self]
         return "\n".join([*lines, *self.notes()])
 
     def notes(self) -> list[str]:

@@ -81,8 +81,9 @@ class Result(plots.Shown):
     """Effects, metric(edited) - metric(base), at labelled places, for each example.
 
     A place has one label along each axis except `example`, such as layer 23 and head 3. Means and
-    intervals are over examples. A printed result shows the three places with the largest absolute
-    mean effects; `top(k)` returns more, and `to_dataframe()` all of them.
+    intervals are over examples, usually texts: each text counts alike, whatever its length. A
+    printed result shows the three places with the largest absolute mean effects; `top(k)` returns
+    more, and `to_dataframe()` all of them.
 
     Attributes:
         values: the effects, in `unit`. The last axis is `example`. If an effect is NaN, the mean
@@ -119,7 +120,7 @@ class Result(plots.Shown):
     >>> result.mean(), result.normalized().mean()
     (tensor([ 2.0000, -0.2500]), tensor([ 0.5000, -0.0625]))
     >>> result
-    Result: 2 layers x 4 examples, in logits
+    Result: 2 layers, mean logits of 4 texts
       base -1.5, target +2.5
       layer 4  +2  [+0.5474, +3.453]
       layer 5  -0.25  [-0.7093, +0.2093]
@@ -129,7 +130,7 @@ class Result(plots.Shown):
     >>> exists = torch.tensor([[True, True], [True, False]])
     >>> Result(torch.tensor([[2.0, 4.0], [1.0, 0.0]]), ("pos", "example"), exists=exists).top()
     pos 0  +3
-    pos 1  +1 (1 of 2 examples)
+    pos 1  +1 (1 of 2 texts)
     """
 
     values: Float[Tensor, "*axes example"]
@@ -333,7 +334,7 @@ class Result(plots.Shown):
         the base is the run that is edited, and the target is the run that the values come from:
 
         >>> print(str(effects.normalized()).splitlines()[0])
-        Result: 1 layer x 2 examples, in shares of target - base (0: base run, 1: target run)
+        Result: 1 layer, mean of 2 texts, in shares of target - base (0: base, 1: target)
         """
         result = shares_of(self, per_example)
         # Shares were divided before.
@@ -679,7 +680,7 @@ class Result(plots.Shown):
             n_examples = rows.shape[-1]
             for place, count in enumerate(exists.sum(-1).tolist()):
                 if count < n_examples:
-                    examples[place] = f"{count} of {n_examples} examples"
+                    examples[place] = f"{count} of {n_examples} texts"
         rows = rows[indices]
         low, high = self._interval(rows, None if exists is None else exists[indices])
         means = self.mean().flatten()[indices]
@@ -876,7 +877,6 @@ class Result(plots.Shown):
         return plots.View("mean effects", [], says=repr(self).splitlines())
 
     def __repr__(self) -> str:
-        title = f"Result: {sizes_in_words(self.axes, self.values.shape)}"
         facts = []
         for name, fact in without_hashes(self.about).items():
             facts.append(f"{name}: {fact if isinstance(fact, str) else reprlib.repr(fact)}")
@@ -890,10 +890,33 @@ class Result(plots.Shown):
         lines = [", ".join(facts), ", ".join(runs), *repr(top).splitlines()]
         if self.unit == _SHARES and any(abs(entry.effect) > _USUAL_SHARE for entry in top):
             lines.append(_BEYOND)
+        n_places = len(self.existing(range(self.values[..., 0].numel())))
+        if n_places > len(top):
+            lines.append(f"{len(top)} of {n_places} places; .top(k) shows more")
+        return "\n  ".join([self._title(), *filter(None, lines)])
+
+    def _title(self) -> str:
+        """Return the first line of the printed result: the axes, the texts and the unit.
+
+        With several texts, it says that the effects are means over texts.
+        """
+        shape = self.values.shape
+        n_examples = shape[-1]
         unit = f", in {self.unit}" if self.unit else ""
         if self.unit == _SHARES:
-            unit += " (0: base run, 1: target run)"
-        return "\n  ".join([title + unit, *filter(None, lines)])
+            unit += " (0: base, 1: target)"
+        if n_examples == 1:
+            return f"Result: {sizes_in_words(self.axes, shape)}{unit}"
+        # The examples of AUROCs are folds.
+        examples = number_of(n_examples, "text" if self.counts is None else "fold")
+        n_texts = n_examples if self.groups is None else len({*self.groups})
+        if n_texts < n_examples:
+            examples += f" ({n_texts} different)"
+        means = f"mean of {examples}{unit}"
+        if self.unit.isalpha():
+            means = f"mean {self.unit} of {examples}"
+        sizes = sizes_in_words(self.axes[:-1], shape[:-1])
+        return f"Result: {', '.join(filter(None, [sizes, means]))}"
 
 
 def _nodes_in_words(nodes: Sequence[Any]) -> str:

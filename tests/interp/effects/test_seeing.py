@@ -219,7 +219,10 @@ def test_metrics_of_a_classifier_read_its_only_position():
         torch.testing.assert_close(base, wanted)
     pairs = Pairs(pixels, pixels + drawn(*pixels.shape), logits.topk(2).indices)
     assert len(pairs.solved(model)) == 2
-    assert repr(pairs) == "Pairs: 2, clean [2, 3, 12, 12], corrupted [2, 3, 12, 12]"
+    title, answer = repr(pairs).splitlines()
+    assert title == "Pairs: 2, read: clean [2, 3, 12, 12], corrupted [2, 3, 12, 12]"
+    right, wrong = logits.topk(2).indices[0].tolist()
+    assert answer == f"  first answer: right {right}, wrong {wrong}"
     assert "Pairs: 2" in str(pairs.view())
 
 

@@ -8,7 +8,7 @@ import torch
 
 from hooks import ModeError
 from hooks.base import Text
-from interp import Pairs, cross_entropy, log_prob
+from interp import Pairs, cross_entropy, log_prob, logit_diff
 from interp.measuring import measure
 from tests.shipped import pydoc
 
@@ -169,6 +169,40 @@ def test_parts_of_pairs(tokens, corrupted):
         pairs[4:]
     with pytest.raises(ValueError, match="0 and 4"):
         pairs.split(share=0.1)
+
+
+def test_many_pairs_print_the_first_pair():
+    clean = [f"The story {n} is long: {'and then ' * 99}the end of " for n in range(1000)]
+    spans = {"number": [str(n) for n in range(1000)]}
+    pairs = Pairs(clean, None, [(" it", " them")] * 1000, spans=spans)
+    title, first, answer = repr(pairs).splitlines()
+    assert title == "Pairs: 1000, not read by a model yet, spans number"
+    # The text is shortened in its middle.
+    assert first.startswith("  first clean: 'The story 0 is long: and")
+    assert first.endswith("the end of '")
+    assert len(first) < 100
+    assert answer == "  first answer: right ' it', wrong ' them'"
+
+
+def test_pairs_print_words_of_tokens_and_answers_of_several_tokens():
+    model = pydoc()
+    text = model.to_tokens("def f(x):")
+    printed = repr(Pairs(text, answers=[" return x"]).read_by(model)).splitlines()
+    assert printed[1:] == ["  clean: 'def f(x):'", "  answer: right ' return x'"]
+    # Without a tokenizer, the tokens are shown.
+    tokens = torch.tensor([[3, 1, 4, 1]])
+    printed = repr(Pairs(tokens, tokens + 1, [5])).splitlines()
+    assert printed[1:] == [
+        "  clean: [3, 1, 4, ... 4 in all]",
+        "  corrupted: [4, 2, 5, ... 4 in all]",
+        "  answer: right 5",
+    ]
+    many = {f"span {n}": [[1]] for n in range(99)}
+    assert len(repr(Pairs(tokens, spans=many, metric=logit_diff(3, 5)))) < 200
+    assert repr(Pairs(tokens, metric=logit_diff(3, 5))).endswith("metric: logit_diff(3, 5, pos=-1)")
+    # Sounds have no words.
+    sounds = torch.zeros(2, 8)
+    assert repr(Pairs(sounds)) == "Pairs: 2, read: clean [2, 8]"
 
 
 def test_clean_texts_alone(tokens):

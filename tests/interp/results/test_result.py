@@ -347,19 +347,49 @@ def test_a_place_with_nan_has_no_mean(result):
 
 def test_a_result_prints_its_axes_and_largest_effects(result):
     lines = repr(result).splitlines()
-    assert lines[0] == "Result: 3 layers x 2 heads x 13 examples, in logits"
+    assert lines[0] == "Result: 3 layers x 2 heads, mean logits of 13 texts"
     assert "denoising" in lines[1]
     assert f"{result.base.mean():+.4g}" in lines[2]
-    assert lines[3:] == [f"  {line}" for line in repr(result.top(3)).splitlines()]
+    assert lines[3:-1] == [f"  {line}" for line in repr(result.top(3)).splitlines()]
+    # The other places are not printed.
+    assert lines[-1] == "  3 of 6 places; .top(k) shows more"
     # Shares say which run is 0 and which is 1.
     title = repr(result.normalized()).splitlines()[0]
-    assert title.endswith(", in shares of target - base (0: base run, 1: target run)")
+    assert title.endswith(", in shares of target - base (0: base, 1: target)")
     bare = repr(Result(torch.ones(2, 3), ("head", "example"))).splitlines()
     assert bare == [
-        "Result: 2 heads x 3 examples",
+        "Result: 2 heads, mean of 3 texts",
         "  head 0  +1  [+1, +1]",
         "  head 1  +1  [+1, +1]",
     ]
+    # One text needs no mean, and the result of one text has the printed title of its sizes.
+    one = result.select(example=[0])
+    assert repr(one).splitlines()[0] == "Result: 3 layers x 2 heads x 1 example, in logits"
+    assert repr(Result(torch.ones(3), ("example",))).splitlines()[0] == "Result: mean of 3 texts"
+
+
+def test_a_result_prints_which_examples_are_different_texts_or_folds():
+    values = torch.ones(2, 4)
+    copies = Result(values, ("head", "example"), unit="norms of the base", groups=(0, 1, 1, 2))
+    assert repr(copies).splitlines()[0] == (
+        "Result: 2 heads, mean of 4 texts (3 different), in norms of the base"
+    )
+    folds = Result(values, ("head", "example"), unit="AUROC", bounds=(0.0, 1.0), counts=(3.0, 5.0))
+    assert repr(folds).splitlines()[0] == "Result: 2 heads, mean AUROC of 4 folds"
+
+
+def test_a_result_counts_only_places_that_exist():
+    # [layer, pos, example]: no text has the last two positions.
+    exists = torch.tensor([[[True], [True], [False], [False]]])
+    result = Result(torch.ones(2, 4, 1), ("layer", "pos", "example"), exists=exists)
+    assert repr(result).splitlines()[-1].strip() == "3 of 4 places; .top(k) shows more"
+    assert "places" not in repr(result.select(layer=[0]))
+
+
+def test_an_entry_prints_its_line():
+    entry = Entry({"layer": 2, "pos": 9}, 0.5, 0.1, 0.9, words={"pos": " Mary"})
+    assert repr(entry) == "layer 2, pos 9 ' Mary'  +0.5  [+0.1, +0.9]"
+    assert repr(entry._replace(examples="1 of 2 texts")).endswith("+0.9] (1 of 2 texts)")
 
 
 def test_plots(result):
@@ -966,7 +996,7 @@ def test_means_and_intervals_are_over_the_texts_that_have_a_position(unequal, tm
     assert [entry.effect for entry in unequal.top(4)] == [5.0, 3.0, 3.0, 2.0]
     assert unequal.to_dataframe()["effect"].tolist() == [3.0, 5.0, 2.0, 3.0]
     printed = repr(unequal.top(4)).splitlines()
-    assert ["3 of 4 examples" in line for line in printed] == [True, False, True, False]
+    assert ["3 of 4 texts" in line for line in printed] == [True, False, True, False]
     effects = unequal.as_json()["tables"]
     assert effects["effect"]["values"][0][1] == [3.0, 5.0, 7.0, None]
     assert effects["effect.mean"]["values"][1] == [2.0, 3.0]

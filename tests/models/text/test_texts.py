@@ -563,7 +563,13 @@ def test_words_answer_texts_with_masks_and_other_arguments():
 def test_pairs_of_strings_are_pairs_of_their_tokens():
     model = reading()
     pairs = Pairs(CLEAN, CORRUPTED, (" cat", " dog"))
-    assert (len(pairs), repr(pairs)) == (2, "Pairs: 2, of texts that a model will read")
+    assert len(pairs) == 2
+    assert repr(pairs).splitlines() == [
+        "Pairs: 2, not read by a model yet",
+        f"  first clean: {CLEAN[0]!r}",
+        f"  first corrupted: {CORRUPTED[0]!r}",
+        "  first answer: right ' cat', wrong ' dog'",
+    ]
     assert pairs.clean == CLEAN
     for use in (lambda: pairs.metric, lambda: pairs[:1], lambda: pairs.text, pairs.digests):
         with pytest.raises(ValueError, match="read_by"):
