@@ -1,11 +1,14 @@
-"""Progress bars on a terminal or in a notebook.
+"""Progress of long analyses: a bar on a terminal or in a notebook, and lines elsewhere.
 
 1. The outermost analysis, or loop, opens a display in its context. Analyses and loops inside it
    open no further display.
 2. A loop counts its steps, at the cost of one addition per step. Only the outermost loop is shown.
 3. A thread draws the count: first after two seconds, then twice per second. So a bar also appears
    during a long step.
-4. The end of the analysis, or an error in it, closes the display, and the thread removes the bar.
+4. If standard error is a file or a pipe, the thread writes lines to it instead: after 10 seconds,
+   and then after longer and longer times. A line contains the share that is done, and an estimate
+   of the time that is left.
+5. The end of the analysis, or an error in it, closes the display, and the thread removes the bar.
 """
 
 import functools
@@ -31,6 +34,14 @@ DELAY = 2.0
 
 EVERY = 0.5
 """The seconds between two frames."""
+
+TIMES_OF_LINES = (10, 30, 60)
+"""The seconds after which the first lines are written.
+
+Each later line is written after twice the time, but at least once per hour.
+"""
+
+_LONGEST_WAIT = 3600
 
 # The number of columns after a bar.
 _ROOM = 4
@@ -94,20 +105,20 @@ class Display:
 
     Args:
         whole: the count of the whole analysis, which is shown while no loop counts.
+        screen: the place of the bar.
 
     Attributes:
         count: the loop that is shown.
-        screen: the place of the bar.
     """
 
-    def __init__(self, whole: Count) -> None:
+    def __init__(self, whole: Count, screen: "_Screen") -> None:
         self.whole = whole
         self.count: Count | None = None
-        self.screen: _Screen = _Cell() if _is_notebook() else _Terminal()
+        self.screen = screen
         self._closed = threading.Event()
         # The thread does not keep the display alive. If the display disappears, for example after
         # an interrupt, the thread ends.
-        arguments = (weakref.ref(self), self._closed, self.screen, 0 if whole.stays else DELAY)
+        arguments = (weakref.ref(self), self._closed, screen, screen.waits(whole.stays))
         self._thread = threading.Thread(target=_draw, args=arguments, daemon=True)
         self._thread.start()
 
@@ -166,7 +177,7 @@ def progress_of(items: Iterable[T], title: str, total: int | None = None) -> Ite
 
 
 def shows_progress(analysis: Callable[P, R]) -> Callable[P, R]:
-    """Return an analysis that shows a bar while it runs, unless its keyword `progress` is False."""
+    """Return an analysis that shows its progress, unless its keyword `progress` is False."""
 
     explained = explains_calls(analysis)
 
@@ -192,15 +203,17 @@ def without_bar() -> Iterator[None]:
 
 @contextmanager
 def _display(whole: Count, wanted: bool = True) -> Iterator[Display | None]:
-    """Yield the open display of this context, or a new display, or None if no bar is shown."""
+    """Yield the open display of this context, or a new display, or None if nothing is shown."""
     outer = _OPEN.get()
     if isinstance(outer, Display) and wanted:
         yield outer
-    elif not (outer and wanted and _is_watched()):
+        return
+    screen = _screen() if outer and wanted else None
+    if screen is None:
         with _OPEN.set(False):
             yield None
     else:
-        display = Display(whole)
+        display = Display(whole, screen)
         try:
             with _OPEN.set(display):
                 yield display
@@ -208,20 +221,22 @@ def _display(whole: Count, wanted: bool = True) -> Iterator[Display | None]:
             display.close()
 
 
-def _is_watched() -> bool:
-    """Return whether bars are visible and wanted.
+def _screen() -> "_Screen | None":
+    """Return the place where this process shows its progress; None if it shows none.
 
-    Only the first of several processes shows bars, because they share a terminal.
+    Only the first of several processes shows its progress, because they share a terminal.
     """
     if os.environ.get("TQDM_DISABLE", "") not in ("", "0"):
-        return False
+        return None
     if multiprocessing.parent_process() is not None or os.environ.get("RANK", "0") != "0":
-        return False
+        return None
     try:
-        return _is_notebook() or sys.stderr.isatty()
+        if _is_notebook():
+            return _Cell()
+        return _Terminal() if sys.stderr.isatty() else _Lines()
     # The stream is missing or closed.
     except (AttributeError, ValueError):
-        return False
+        return None
 
 
 def _is_notebook() -> bool:
@@ -232,9 +247,16 @@ def _is_notebook() -> bool:
 
 @runtime_checkable
 class _Screen(Protocol):
-    """The place where one progress bar is displayed: a terminal or a cell of a notebook."""
+    """The place where progress is shown: a terminal, a cell of a notebook or a file."""
 
     lock: threading.RLock
+
+    def waits(self, stays: bool) -> Iterator[float]:
+        """Yield the seconds before each frame.
+
+        Args:
+            stays: whether the first frame appears immediately, if this is a place for a bar.
+        """
 
     def draw(self, count: Count, title: str) -> None:
         """Draw a frame."""
@@ -246,6 +268,17 @@ class _Screen(Protocol):
         """Remove the bar, or leave its last frame."""
 
 
+def _waits_of_bar(stays: bool) -> Iterator[float]:
+    """Yield the seconds before each frame of a bar.
+
+    Args:
+        stays: whether the first frame appears immediately.
+    """
+    yield 0 if stays else DELAY
+    while True:
+        yield EVERY
+
+
 class _Cell:
     """The place of one bar in a notebook: an output of the cell, which is empty at the end.
 
@@ -254,6 +287,7 @@ class _Cell:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self.waits = _waits_of_bar
         self._output: Any = None
         self._stays = False
 
@@ -304,6 +338,7 @@ class _Terminal:
         from tqdm import tqdm
 
         self.lock = threading.RLock()
+        self.waits = _waits_of_bar
         self._kind: Callable[..., Any] = tqdm
         self._stream: IO[str] = sys.stderr
         self._bar: Any = None
@@ -355,6 +390,78 @@ class _Terminal:
         return bar
 
 
+class _Lines:
+    """A place for lines of progress: standard error that is a file or a pipe."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._stream: IO[str] = sys.stderr
+        self._started = time.time()
+
+    def waits(self, stays: bool) -> Iterator[float]:
+        """Yield the seconds before each line, which grow."""
+        written = 0.0
+        for seconds in TIMES_OF_LINES:
+            yield seconds - written
+            written = seconds
+        while True:
+            wait = min(written, _LONGEST_WAIT)
+            yield wait
+            written += wait
+
+    def draw(self, count: Count, title: str) -> None:
+        """Write a line, unless the analysis began less than ten seconds ago."""
+        seconds = time.time() - self._started
+        if seconds >= TIMES_OF_LINES[0]:
+            self._stream.write(f"{_line(count, title, seconds)}\n")
+            self._stream.flush()
+
+    def clear(self) -> None:
+        """Do nothing, because a message is a line of its own."""
+
+    def end(self) -> None:
+        """Do nothing, because lines stay."""
+
+
+def _line(count: Count, title: str, seconds: float) -> str:
+    """Return the progress of a count as one line.
+
+    Args:
+        count: the count.
+        title: the names of the analysis and of the loop.
+        seconds: the seconds since the analysis began.
+
+    >>> count = Count("texts", total=7)
+    >>> count(2)
+    >>> count.started -= 30
+    >>> _line(count, "harvest: texts", 40.0)
+    'harvest: texts: 29% done after 40 s, about 75 s left'
+    """
+    elapsed = _duration(seconds)
+    if not count.unit:
+        return f"{title}: runs for {elapsed}"
+    if count.total:
+        parts = [f"{title}: {count.done / count.total:.0%} done after {elapsed}"]
+        if count.done > count.first:
+            parts.append(f"about {_duration((count.total - count.done) / count.rate)} left")
+    else:
+        parts = [f"{title}: {count.done:,.0f} {count.unit} after {elapsed}"]
+    return ", ".join([*parts, count.note] if count.note else parts)
+
+
+def _duration(seconds: float) -> str:
+    """Return a time in seconds, minutes or hours.
+
+    >>> _duration(89), _duration(600), _duration(9000)
+    ('89 s', '10 min', '2.5 h')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
 def _columns(stream: IO[str]) -> int:
     """Return the number of columns for a bar.
 
@@ -382,11 +489,11 @@ def _draw(
     display_of: Callable[[], Display | None],
     closed: threading.Event,
     screen: _Screen,
-    delay: float,
+    waits: Iterator[float],
 ) -> None:
     """Draw the count of a display until the display is closed or deleted."""
     try:
-        is_closed = closed.wait(delay)
+        is_closed = closed.wait(next(waits))
         while (display := display_of()) is not None:
             whole = display.whole
             count = display.count or display.whole
@@ -398,7 +505,7 @@ def _draw(
                     screen.draw(count, title)
             if is_closed:
                 break
-            is_closed = closed.wait(EVERY)
+            is_closed = closed.wait(next(waits))
     # The terminal no longer exists.
     except (OSError, ValueError):
         pass

@@ -191,7 +191,7 @@ def align(
             proportional to its share of the features. Default: 0.
         epochs, rate, batch: the number of epochs, the learning rate and the batch size of Adam.
         seed: the seed of the initial columns, of the order of the pairs and of the controls.
-        progress: whether to show a progress bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         The learned part of each point and position, and two results [control, point, pos, example]

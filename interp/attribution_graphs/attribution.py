@@ -97,7 +97,7 @@ def attribution_graph(
             `AttributionGraph.by_attention`. Default: False.
         max_bytes: a bound of the memory beyond the model, its run and the rows of the graph.
             Default: 2³⁰.
-        progress: whether to show a progress bar after two seconds. Default: True.
+        progress: whether to show a bar or, outside a terminal, lines of progress. Default: True.
 
     If `targets` is a tuple, the model reads the text once with each answer. The positions of the
     graph are the positions of the text and of the tokens with which both answers begin, then of the

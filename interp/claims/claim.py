@@ -389,7 +389,7 @@ class Claim(plots.Shown):
             seeds: the number of seeds of random alternatives. Default: the number of the claim.
             dictionary: the dictionary of a claim about a feature.
             max_bytes: a bound on the memory in bytes, not counting the model; see `run_circuit`.
-            progress: whether to show a bar after two seconds.
+            progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
         Returns:
             A table of tests, whose rows a `Verdict` also returns by name.

@@ -457,7 +457,7 @@ def compare_models(
             fine-tuning.
         batch: the largest number of texts in a batch.
         seed: the seed of the controls.
-        progress: whether to show a progress bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         The differences, tables [pos, example] in nats and [layer, pos, example] as shares of the

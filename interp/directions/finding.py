@@ -40,7 +40,7 @@ def difference_of_means(
             the last position of each text; `Contrast(yes, no, pos=None)` is read at all tokens.
         site: the last part of the names of points in all layers, the name of one point, or several
             of these. Axes after `pos` are flattened.
-        progress: whether to show a progress bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         A direction that points from `no` to `yes`, in the units of the values.
@@ -170,7 +170,7 @@ def erasure(
             the last position of each text.
         site: the last part of the names of points in all layers, the name of one point, or several
             of these.
-        progress: whether to show a progress bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         The erasers, by the names of points. `erasure(...).edit(pos=-1)` is an edit for hooks, which

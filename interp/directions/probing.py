@@ -274,7 +274,7 @@ def probe(
         folds: the number of folds. All copies of a text are in one fold, and all texts of a group.
         draws: the number of draws of random labels for the control, which is the mean over draws.
         seed: the seed of the folds and of the random labels.
-        progress: whether to show a progress bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         The direction of each probe, [d] at each point, and the AUROC with the true labels and with

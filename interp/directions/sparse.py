@@ -132,7 +132,7 @@ def sparse_probes(
         folds: the number of folds. All copies of a text are in one fold.
         draws: the number of draws of random labels for the control.
         seed: the seed of the folds and of the random labels.
-        progress: whether to show a progress bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         The features and the AUROC for each k, next to a probe of all values.

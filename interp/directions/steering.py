@@ -191,7 +191,7 @@ def steering_curve(
         pos: the positions where the direction is added, in prompts and other texts. For chats
             (`models.chat`), it can be the name of a span. Default: all positions.
         max_bytes: a bound on the memory of the runs in bytes, not counting the model; see `sweep`.
-        progress: whether to show a progress bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         The gain of the score over the unsteered model, [strength, example], in the unit of the

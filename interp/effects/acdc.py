@@ -69,7 +69,7 @@ def acdc(
         pos: the positions where predictions are compared; see `logit_diff`. None means the mean
             over all positions that are not padding. Default: the last position. For answers of
             several tokens, the mean over the positions that predict their tokens.
-        progress: whether to show a bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         A circuit for each threshold, by the threshold. The score of an edge is minus the increase

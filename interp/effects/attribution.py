@@ -97,7 +97,7 @@ def attribution_patching(
             of that layer. The effect is then the mean of the absolute values of these estimates, so
             that paths with opposite effects do not cancel. Inside a layer, the mean is over the
             other layers, because the place has no path that avoids its own layer.
-        progress: whether to show a bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         Estimated effects [*over, example] in the metric's unit, in at least float32. `base` and

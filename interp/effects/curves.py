@@ -140,7 +140,7 @@ def circuit_curve(
         shares: the shares of edges, in increasing order; the last share is at most 1. Default: the
             shares of the MIB benchmark.
         seed: the seed of the random edges.
-        progress: whether to show a bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         Three curves of faithfulness [edges, example]: of the edges that help most, of the edges

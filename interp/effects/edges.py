@@ -128,7 +128,7 @@ def edge_attribution(
             parts, a few positions at a time. Each group of examples starts the kernels of the
             scores again. Default: 512 MiB on the CPU; half of the free memory on a GPU, at least
             512 MiB and at most 8 GiB.
-        progress: whether to show a bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         Scores [edge, example], [edge, pos, example] or [edge, span, example] in the metric's unit,

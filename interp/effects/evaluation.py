@@ -62,7 +62,7 @@ def faithfulness(
             among=circuits.greedy(graph, scores, 2 * len(circuit), exact=True)`, with several seeds.
             Default: all edges of the graph.
         max_bytes: a bound on the memory in bytes, not counting the model; see `run_circuit`.
-        progress: whether to show a bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         Shares [circuit, example], without a unit: 1 if the circuit does as well as the whole model.
@@ -181,7 +181,7 @@ def evaluate_circuit(
         circuit: the edges that are not replaced.
         source: the source of the replaced values; see `run_circuit`. Default: the corrupted texts.
         max_bytes: a bound on the memory in bytes, not counting the model; see `run_circuit`.
-        progress: whether to show a bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         The three criteria, as shares of target - base without a unit. The base is the run in which

@@ -92,7 +92,7 @@ def integrated_gradients(
             `activation_patching`.
         layers, heads: the layers or heads to patch, one or several. Default: all.
         neurons: the number of neighbouring neurons in one place. Default: 1.
-        progress: whether to show a bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         Effects [*over, example] in the metric's unit, in at least float32. `about` contains the

@@ -46,7 +46,7 @@ def node_effects(
         direction: `noising` runs the clean texts, `denoising` runs the corrupted texts.
         split_embeddings: whether token and position embeddings are two separate nodes.
         max_bytes: a bound on the memory in bytes, not counting the model; see `run_circuit`.
-        progress: whether to show a bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         Effects [effect, node, example] in the metric's unit. The labels of `effect` are `total`,

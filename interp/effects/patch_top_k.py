@@ -107,7 +107,7 @@ def patch_top_k(
             passes that the top does not use. Default: 100.
         seed: the seed of the sample.
         max_bytes: a bound on the memory of the runs in bytes, not counting the model; see `sweep`.
-        progress: whether to show a bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         The exact effects of both groups of places, in the metric's unit, the estimates at these

@@ -84,7 +84,7 @@ def activation_patching(
         neurons: the number of neighbouring neurons in one place. Default: 1. It needs `neuron` in
             `over`.
         max_bytes: a bound on the memory of the runs in bytes, not counting the model; see `sweep`.
-        progress: whether to show a bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         Effects [*over, example], metric(patched) - metric(base), in the metric's unit. `base` is
@@ -153,7 +153,7 @@ def sweep(
         max_bytes: a bound on the memory of the sweep in bytes, not counting the model, one unedited
             run and the memory of functions that you pass. Default: 1 GiB on the CPU; half of the
             free memory on a GPU, at least 512 MiB and at most 8 GiB.
-        progress: whether to show a bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         Effects [edit, example], metric(edited) - metric(unedited), in the metric's unit. The labels

@@ -61,7 +61,7 @@ def edge_patching(
             `Graph`.
         max_bytes: a bound on the memory in bytes, not counting the model, two runs and the outputs
             of their writers.
-        progress: whether to show a bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         Effects [edge, example] in the metric's unit. `base` is the metric of the edited run before
@@ -136,7 +136,7 @@ def path_patching(
         mlps: `recomputed`: the first run computes the MLPs again, as in the paper, so paths through
             MLPs count. `frozen`: MLPs keep their outputs of the edited run, so only the direct path
             to each receiver counts.
-        progress: whether to show a bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         Effects [sender, example] in the metric's unit. `base` is the metric of the edited run

@@ -57,7 +57,7 @@ def top_attributions(
             are exact names of points. The lengths of the vectors do not matter. Default: the
             neurons of `mlp.post`.
         k: the number of places to return.
-        progress: whether to show a bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         Estimated effects [place, example] in the metric's unit, sorted by the absolute mean, the

@@ -339,7 +339,7 @@ def feature_cards(
             padding, and negative positions count from the last. In the examples, the value at all
             other positions is 0. Default: all positions.
         batch: the number of texts in a batch. Default: 16.
-        progress: whether to show a progress bar after two seconds. Default: True.
+        progress: whether to show a bar or, outside a terminal, lines of progress. Default: True.
 
     Returns:
         The cards, in the order of `features`.

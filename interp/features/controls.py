@@ -89,7 +89,7 @@ def purity(
         pos: the positions of each text that are read. Position 0 is the first token that is not
             padding, and negative positions count from the last. Default: all positions.
         batch: the number of texts in a batch. Default: 16.
-        progress: whether to show a progress bar after two seconds. Default: True.
+        progress: whether to show a bar or, outside a terminal, lines of progress. Default: True.
 
     Returns:
         A share between 0 and 1 for each unit, or NaN if the unit is positive at fewer than `k`

@@ -72,7 +72,7 @@ def evaluate_sae(
             `slice(1, None)` leaves out the first token, whose stream is many times longer in most
             models. Default: all positions.
         batch: the number of texts in a batch. Default: 16.
-        progress: whether to show a progress bar after two seconds. Default: True.
+        progress: whether to show a bar or, outside a terminal, lines of progress. Default: True.
 
     Returns:
         The losses in nats per token, [run, example], the KL in nats, [example], and the scores of

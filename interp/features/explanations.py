@@ -273,7 +273,7 @@ def score_explanation(
             Default: 10.
         batch: the number of texts in a batch. Default: 16.
         seed: the seed of all draws. Default: 0.
-        progress: whether to show a progress bar after two seconds. Default: True.
+        progress: whether to show a bar or, outside a terminal, lines of progress. Default: True.
 
     Returns:
         The balanced accuracy of detection and fuzzing against random and near contexts, for this

@@ -42,7 +42,7 @@ def crosscoder_cards(
         pos: the positions of each text that count. Position 0 is the first token that is not
             padding, and negative positions count from the last. Default: all positions.
         batch: the number of texts in a batch. Default: 16.
-        progress: whether to show a progress bar after two seconds. Default: True.
+        progress: whether to show a bar or, outside a terminal, lines of progress. Default: True.
 
     Returns:
         The cards, in the order of `features`.

@@ -182,7 +182,7 @@ def latent_scaling(
             stores of the same texts. They are read once.
         member: the model whose features are wanted, such as `tuned`.
         other: the other model. Default: the other one of two members.
-        progress: whether to show a progress bar after two seconds. Default: True.
+        progress: whether to show a bar or, outside a terminal, lines of progress. Default: True.
 
     Returns:
         The relative decoder norms, and the factors of latent scaling.

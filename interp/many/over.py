@@ -89,7 +89,8 @@ def over_examples(
             examples. A later call without `shard` joins all parts. It needs `out`. If the analysis
             needs several passes, the shard also runs parts that other shards have not finished.
         by_example: the names of `options` that have an entry for each example, such as `["right"]`.
-        progress: whether to show a bar over parts after two seconds.
+        progress: whether to show a progress bar over parts or, outside a terminal, lines of
+            progress.
         options: keyword arguments of the analysis.
 
     Returns:

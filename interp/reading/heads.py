@@ -87,7 +87,7 @@ def head_scores(
         span: the columns of the kind `span`, such as a span of `Pairs`, in any form that `edits`
             accept.
         queries: use only queries in these columns, in the same forms. Default: all queries.
-        progress: whether to show a progress bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         A result with the axes `layer`, `head` and `example`.

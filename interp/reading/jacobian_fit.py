@@ -62,7 +62,7 @@ def jacobian_lens(
         skip: the number of first positions that are left out, because heads attend to them when no
             other key matters. Default: 16.
         max_bytes: the most memory beyond the model and the lens, in bytes. Default: 2**30.
-        progress: whether to show a progress bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         The lens, with a Jacobian [d_model, d_model] for each block.

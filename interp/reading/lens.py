@@ -160,7 +160,7 @@ def logit_lens(
             Default: the tokens that the model predicts.
         top_k: the number of likeliest tokens to return; all tokens of a smaller vocabulary.
             Default: 5.
-        progress: whether to show a progress bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         The likeliest tokens [layer, batch, pos, top] and their probabilities, and the probability

@@ -132,7 +132,7 @@ def max_activating(
             padding, and negative positions count from the last. Default: all positions.
         k: the number of positions to return. Default: 10.
         batch: the number of texts that are read together. Default: 16.
-        progress: whether to show a progress bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         The positions, the largest value first. Of equal values, the earlier position is first.

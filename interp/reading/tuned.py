@@ -158,7 +158,7 @@ def tuned_lens(
         learning_rate: the rate of the first step. Default: 1 / d_model, because Adam moves each
             weight by the rate, and d_model of these changes add up.
         seed: the seed of the order of the texts. Default: 0.
-        progress: whether to show a progress bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         The lens, with the loss of each step and layer in nats.

@@ -65,7 +65,7 @@ def receiver_heads(
         steps: the text and its steps.
         distance: the smallest distance in steps between a step and a later step. Default: 4, as in
             the paper.
-        progress: whether to show a bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         A result with the axes `layer`, `head` and `example`, with one example. A head has NaN if

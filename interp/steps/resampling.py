@@ -212,7 +212,7 @@ def resampled(
         seed: the seed of continuations and bootstrap draws.
         write: a function `write(prompts, max_new_tokens=, temperature=, seed=)` from lists of
             tokens to lists of new tokens, for example of a server. Default: the model continues.
-        progress: whether to show a bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         The effects [importance, step, example] in nats, with the ends of their intervals, and the

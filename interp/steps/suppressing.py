@@ -103,7 +103,7 @@ def suppressed(
             addition. Attention patterns are formed only in a model that cannot be resumed, and for
             the positions of a block in an attached model with an `attention` of single heads.
             Default: 32 MiB.
-        progress: whether to show a bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         Effects [step, later, example] in nats, with one example. Row `step` is the hidden step, and

@@ -80,7 +80,8 @@ def harvest(
             any scheduler.
         executor: an executor that runs all jobs: `Ray(workers=8)`, or any object with `submit`; see
             `interp.over_examples`. Default: None, which runs this job here.
-        progress: whether to show a progress bar, with tokens per second, after two seconds.
+        progress: whether to show a progress bar, with tokens per second, or, outside a terminal,
+            lines of progress.
 
     Returns:
         The store, which can be read after all jobs have finished. The store has one row for each

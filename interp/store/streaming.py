@@ -62,7 +62,7 @@ def statistics(
         sample: the largest number of rows in the random sample, from which quantiles are taken.
         seed: the seed of the sample.
         batch: the number of texts in a batch.
-        progress: whether to show a progress bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         The statistics of each point by its name. A row is a token. At a point with the axes `batch

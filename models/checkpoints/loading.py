@@ -95,7 +95,7 @@ def load(
             is null or false, or if its name contains "drop". If several probabilities of dropout in
             the file differ, the dropout of the model is 0.
         revision: a branch, tag or commit of a model on the hub. Default: the main branch.
-        progress: whether to show a progress bar after two seconds.
+        progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
         The model. `model.config` has its sizes, `model.tokenizer` its tokenizer, and `model(texts)`

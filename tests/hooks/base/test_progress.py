@@ -2,6 +2,7 @@
 
 import io
 import threading
+import time
 import types
 import warnings
 
@@ -109,9 +110,9 @@ def test_only_the_outermost_loop_is_shown(progress, terminal):
     assert terminal.screen == []
 
 
-@pytest.mark.parametrize("how", ["pipe", "none", "closed", "keyword", "outer", "disabled", "rank"])
+@pytest.mark.parametrize("how", ["none", "closed", "keyword", "outer", "disabled", "rank"])
 def test_nothing_is_written(progress, monkeypatch, how):
-    stream = io.StringIO() if how == "pipe" else None if how == "none" else Terminal()
+    stream = None if how == "none" else Terminal()
     write_to(stream, monkeypatch)
     if how == "disabled":
         monkeypatch.setenv("TQDM_DISABLE", "1")
@@ -181,7 +182,7 @@ def test_an_error_removes_the_bar(progress, terminal, kind):
 
 
 def test_a_display_that_nobody_closes_ends(progress, terminal):
-    display = progress.Display(progress.Count("texts", 3))
+    display = progress.Display(progress.Count("texts", 3), progress._Terminal())
     assert terminal.wait_for("0/3")
     thread = display._thread
     del display
@@ -220,11 +221,128 @@ def test_a_bar_that_stays(progress, terminal, monkeypatch):
     assert "loss 1.25" in terminal.screen[0]
 
 
-def test_a_notebook_is_watched(progress, monkeypatch):
+def test_a_notebook_has_a_bar_in_its_cell(progress, monkeypatch):
     shell = types.SimpleNamespace(kernel=object())
     ipython = types.SimpleNamespace(get_ipython=lambda: shell)
     write_to(io.StringIO(), monkeypatch, IPython=ipython)
-    assert progress._is_watched()
+    assert isinstance(progress._screen(), progress._Cell)
     # Without a kernel, it is IPython on a terminal. Its standard error is a file here.
     del shell.kernel
-    assert not progress._is_watched()
+    assert isinstance(progress._screen(), progress._Lines)
+
+
+class Clock(threading.Event):
+    """A clock that a wait moves forward. The analysis ends after some seconds.
+
+    Args:
+        seconds: the seconds after which the analysis ends.
+        work: a function that is called at each time with the seconds since the beginning.
+    """
+
+    def __init__(self, seconds, work):
+        super().__init__()
+        self.now, self.end, self.work, self.began = 1e9, 1e9 + seconds, work, 1e9
+
+    def time(self):
+        return self.now
+
+    def wait(self, timeout=None):
+        self.now = min(self.now + timeout, self.end)
+        self.work(self.now - self.began)
+        return self.now == self.end
+
+
+def lines_of(
+    progress, monkeypatch, seconds, work=lambda seconds, count: None, stays=False, **options
+):
+    """Return the times and the lines that an analysis of some seconds writes to a pipe."""
+    clock, stream = Clock(seconds, lambda now: work(now, count)), io.StringIO()
+    monkeypatch.setattr(progress, "time", clock)
+    write_to(stream, monkeypatch)
+    count = progress.Count("texts", stays=stays, **options)
+    display = types.SimpleNamespace(whole=progress.Count("sweep", unit=""), count=count)
+    screen = progress._screen()
+    progress._draw(lambda: display, clock, screen, screen.waits(stays))
+    return stream.getvalue().splitlines()
+
+
+def test_outside_of_a_terminal_lines_are_written_at_growing_times(progress, monkeypatch):
+    def work(now, count):
+        count.done = now / 10
+
+    lines = lines_of(progress, monkeypatch, 1000, work, total=100)
+    # 0.1 texts per second.
+    assert lines == [
+        "sweep: texts: 1% done after 10 s, about 16 min left",
+        "sweep: texts: 3% done after 30 s, about 16 min left",
+        "sweep: texts: 6% done after 60 s, about 16 min left",
+        "sweep: texts: 12% done after 2 min, about 15 min left",
+        "sweep: texts: 24% done after 4 min, about 13 min left",
+        "sweep: texts: 48% done after 8 min, about 9 min left",
+        "sweep: texts: 96% done after 16 min, about 40 s left",
+    ]
+
+
+def test_long_runs_write_a_line_each_hour(progress, monkeypatch):
+    lines = lines_of(progress, monkeypatch, 24 * 3600, total=10)
+    times = [line.partition("after ")[2] for line in lines]
+    assert times[:12] == [
+        *("10 s", "30 s", "60 s", "2 min", "4 min", "8 min", "16 min", "32 min", "64 min"),
+        *("2.1 h", "3.1 h", "4.1 h"),
+    ]
+    # Without a finished step, nothing is known about the time that is left.
+    assert lines[0] == "sweep: texts: 0% done after 10 s"
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_the_first_ten_seconds_write_nothing(progress, monkeypatch, stays):
+    def work(now, count):
+        count.done = now
+
+    for seconds in (0.5, 9.9):
+        assert lines_of(progress, monkeypatch, seconds, work, stays, total=10) == []
+    assert lines_of(progress, monkeypatch, 11, work, total=11) == [
+        "sweep: texts: 91% done after 10 s, about 1 s left"
+    ]
+
+
+def test_lines_of_counts_without_a_total_and_of_continued_runs(progress, monkeypatch):
+    def work(now, count):
+        count.done = count.first + 100 * now
+        count.note = "loss 1.25"
+
+    (line,) = lines_of(progress, monkeypatch, 11, work, unit="tok")
+    assert line == "sweep: texts: 1,000 tok after 10 s, loss 1.25"
+    # 1,000 of the 2,000 steps that were missing are done.
+    (line,) = lines_of(progress, monkeypatch, 11, work, total=5000, first=3000)
+    assert line == "sweep: texts: 80% done after 10 s, about 10 s left, loss 1.25"
+    (line,) = lines_of(progress, monkeypatch, 11, unit="")
+    assert line == "sweep: texts: runs for 10 s"
+
+
+def test_an_analysis_writes_lines_to_a_pipe(progress, monkeypatch, capsys):
+    # The first line appears after 0.01 seconds instead of 10.
+    monkeypatch.setattr(progress, "TIMES_OF_LINES", (0.01, 0.02, 30))
+    stream = io.StringIO()
+    write_to(stream, monkeypatch)
+
+    @progress.shows_progress
+    def analysis(progress=True):
+        with module.progress_bar("texts", total=4) as count:
+            count()
+            wait_for(lambda: stream.getvalue().count("\n") == 2 or not progress)
+
+    module = progress
+    analysis()
+    analysis(progress=False)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("analysis: texts: 25% done after 0 s, about 0 s") for line in lines)
+    assert capsys.readouterr() == ("", "")
+
+
+def wait_for(is_true):
+    """Wait at most five seconds until a function returns True."""
+    end = time.monotonic() + 5
+    while not is_true() and time.monotonic() < end:
+        time.sleep(0.002)
