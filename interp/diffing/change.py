@@ -154,8 +154,8 @@ class ModelChange(plots.Shown):
 
     Attributes:
         kl: KL(tuned ‖ base) of the predictions at each position, in nats: `Result` [pos, example].
-        stream: the norm of the difference of `resid_post`, divided by the norm of the base:
-            `Result` [layer, pos, example].
+        stream: the norm of the difference of `resid_post`, the stream after a layer, divided by the
+            norm of the base: `Result` [layer, pos, example].
         curves: the mean of `stream` over the tokens of each text: `Result` [checkpoint, layer,
             example]. A single model is one checkpoint. All other attributes and methods belong to
             the last checkpoint.
@@ -179,12 +179,12 @@ class ModelChange(plots.Shown):
     ...     _ = tuned.blocks[3].mlp.output.bias.add_(8 * tuned.W_U[:, base.encoded("Q")[0]])
     >>> compare_models(tuned, base, ["def f(x):", "Return the"])
     ModelChange on 2 texts, 19 tokens
-                        tuned   random  base on the next text  tuned on the next text
-      KL(tuned ‖ base)  3.466   0.1766  5.023                  6.658
-      stream, layer 0   0               1.109                  1.109
-      stream, layer 1   0               1.077                  1.077
-      stream, layer 2   0               1.05                   1.05
-      stream, layer 3   0.5453          1.384                  1.496
+                            tuned   random  base on the next text  tuned on the next text
+      KL(tuned ‖ base)      3.466   0.1766  5.023                  6.658
+      stream after layer 0  0               1.109                  1.109
+      stream after layer 1  0               1.077                  1.077
+      stream after layer 2  0               1.05                   1.05
+      stream after layer 3  0.5453          1.384                  1.496
       KL in nats; stream: norm of the difference ÷ norm of the base
       changed weights outside the layers: none
     """
@@ -370,10 +370,10 @@ class ModelChange(plots.Shown):
         order = sorted(range(len(layers)), key=sizes.__getitem__, reverse=True)
         if sizes[order[0]] == 0:
             empty = [""] * len(self.controls["kl"])
-            return [[f"stream, all {number_of(len(layers), 'layer')}", "0", *empty]], ""
+            return [[f"stream after all {number_of(len(layers), 'layer')}", "0", *empty]], ""
         rows = []
         for index in sorted(order[:_LAYERS_SHOWN]):
-            row = [f"stream, layer {layers[index]}", f"{sizes[index]:.4g}"]
+            row = [f"stream after layer {layers[index]}", f"{sizes[index]:.4g}"]
             for name in self.controls["kl"]:
                 control = self.controls["stream"].get(name)
                 row.append("" if control is None else _number(_mean(control.values[index])))

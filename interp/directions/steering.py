@@ -142,14 +142,15 @@ class SteeringCurve(plots.Shown):
         return {"score": self.score} if self.kl is None else {"score": self.score, "KL": self.kl}
 
     def __repr__(self) -> str:
-        """Return the mean score and KL at each strength, with their intervals."""
+        """Return the mean change of the score at each strength, and the KL if it is known."""
         columns = self._columns()
         means = {name: result.mean() for name, result in columns.items()}
         intervals = {name: result.interval() for name, result in columns.items()}
-        lines = [
-            f"SteeringCurve of {number_of(len(self.strengths), 'strength')}, means over texts; "
-            f"score in {self.score.unit}, KL in nats"
-        ]
+        title = f"SteeringCurve of {number_of(len(self.strengths), 'strength')}, means over texts"
+        change = f"change of score in {self.score.unit}" if self.score.unit else "change of score"
+        if self.score.base is not None:
+            change += f", base {self.score.base.mean().item():+.4g}"
+        lines = [f"{title}; {change}" if self.kl is None else f"{title}; {change}; KL in nats"]
         for number, strength in enumerate(self.strengths[:38]):
             cells = []
             for name, interval in intervals.items():
@@ -211,7 +212,7 @@ def steering_curve(
     >>> model, point = load("pydoc-4l"), "blocks.2.resid_post"
     >>> v = difference_of_means(model, (["part KV8", "part QX3"], ["def f(", "return x"]), point)
     >>> steering_curve(model, v, ["impor", "def __ini"], [0.5, 1.0], log_prob("8"))
-    SteeringCurve of 2 strengths, means over texts; score in nats, KL in nats
+    SteeringCurve of 2 strengths, means over texts; change of score in nats, base -14.3
       0.5      score +9.101
       1        score +9.874
     """

@@ -3,18 +3,22 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from jaxtyping import Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from hooks import Hooks, Mode
+from hooks import ActivationCache, Hooks, Mode
 from hooks.base import (
     Texts,
+    are_metric_rounding,
     padding_messages,
     shown,
     shows_progress,
+    warn,
     without_gradients,
 )
 from interp.edits import Edit
+from interp.inputs.cached import text_of
+from interp.inputs.copies import digests
 from interp.measuring import Metric
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
@@ -140,7 +144,7 @@ def sweep(
         model: the model, in evaluation mode.
         texts: the texts, or a mapping of all arguments of a run, as returned by a processor; or
             pairs, whose clean texts are run. To edit the corrupted texts of pairs, pass
-            `pairs.other` and the metric `pairs.metric`, after `pairs = pairs.read_by(model)`.
+            `direction="denoising"`.
         edits: the hooks of each run, in the form of the argument `hooks` of `run_with_hooks`: a
             list, or a mapping from a name of your own to the hooks of each run.
         metric: a function from logits to one number for each example; see `interp.metrics`.
@@ -162,7 +166,8 @@ def sweep(
 
     Warns:
         UserWarning: if effects are NaN, because the metric of an edited run is NaN, or because two
-            infinities are subtracted.
+            infinities are subtracted. Also if all effects are 0 up to rounding, and all edits put
+            values of a cache of the edited texts into the run of these texts.
 
     Raises:
         ValueError: if there are no edits, `max_bytes` is too small for one edited run, or the
@@ -213,10 +218,51 @@ def sweep(
     if direction is not None:
         runs.source([Mode.none])
     base, effects = effects_of_edits(runs, edits, max_bytes)
+    _warn_of_own_values(runs, edits, base, effects)
     if names:
         return runs.result(effects, {"edit": names}, base)
     result = runs.result(effects, {"edit": range(len(edits))}, base)
     return replace(result, words={"edit": _descriptions(edits)})
+
+
+def _warn_of_own_values(
+    runs: Runs,
+    entries: Sequence[Hooks],
+    base: Float[Tensor, " row"],
+    effects: Float[Tensor, "edit row"],
+) -> None:
+    """Warn if all edits put values of the edited texts into the run of the same texts.
+
+    Args:
+        runs: the texts.
+        entries: the edits.
+        base: the metric of the unedited run.
+        effects: the effects of the edits.
+    """
+    caches: dict[int, ActivationCache] = {}
+    for entry in entries:
+        for _, hook in entry.items() if isinstance(entry, Mapping) else entry:
+            if not isinstance(hook, Edit) or hook.name not in ("replace", "interchange"):
+                return
+            if hook.source is None or not isinstance(hook.source.values, ActivationCache):
+                return
+            caches[id(hook.source.values)] = hook.source.values
+    if not are_metric_rounding(effects, base).all():
+        return
+    texts = digests(runs.edited_prompts)
+    for cache in caches.values():
+        text = text_of(cache)
+        if text is None or digests(text) != texts:
+            return
+    advice = "take the values from other texts"
+    if runs.direction == "denoising":
+        advice = 'pass direction="noising" to edit the clean texts'
+    elif runs.pairs.other is not None:
+        advice = 'pass direction="denoising" to edit the corrupted texts'
+    warn(
+        "all effects are 0, because all edits put values of the edited texts into a run of the "
+        f"same texts: {advice}"
+    )
 
 
 def _descriptions(edits: Sequence[Hooks]) -> list[str]:

@@ -299,7 +299,8 @@ class Result(plots.Shown):
             missing = [name for name in ("base", "target") if getattr(self, name) is None]
             raise ValueError(
                 "normalized() needs a result with a base and a target; got a result without "
-                f"{' and '.join(missing)}"
+                f"{' and '.join(missing)}. Analyses of pairs with direction= have both, such as "
+                'sweep(model, pairs, edits, direction="denoising")'
             )
         return self.base, self.target
 

@@ -162,6 +162,11 @@ class Runs:
         return [digest for digest, _ in self._hashes]
 
     @property
+    def edited_prompts(self) -> Text:
+        """The edited texts, without the tokens of answers that have several tokens."""
+        return self._edited_text(self.pairs)
+
+    @property
     def other_prompts(self) -> Text:
         """The source texts, without the tokens of answers that have several tokens."""
         if self.source_model is not None:
@@ -171,7 +176,7 @@ class Runs:
     @cached_property
     def prompts(self) -> Bool[Tensor, "row column"]:
         """True at the tokens of prompts, and False at answers of several tokens and at padding."""
-        return prompts_of_rows(self._edited_text(self.pairs), self.text)
+        return prompts_of_rows(self.edited_prompts, self.text)
 
     @cached_property
     def columns_of_prompts(self) -> list[list[int]] | None:
@@ -193,7 +198,7 @@ class Runs:
         """
         if self.reads_other:
             return groups(self.digests)
-        return groups(digests(self._edited_text(self.pairs)))
+        return groups(digests(self.edited_prompts))
 
     @property
     def metric(self) -> Metric:

@@ -261,7 +261,7 @@ def test_a_change_prints_the_layers_that_changed_most():
     means = change.stream.values.mean((1, 2)).tolist()
     order = sorted(range(8), key=lambda layer: -means[layer])
     printed = repr(change).splitlines()
-    layers = [int(line.split()[2]) for line in printed if line.startswith("  stream, layer")]
+    layers = [int(line.split()[3]) for line in printed if line.startswith("  stream after layer")]
     assert layers == sorted(order[:5])
     (others,) = [line for line in printed if "…" in line]
     assert others.split()[1:4] == ["3", "more", "layers,"]

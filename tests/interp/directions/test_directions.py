@@ -466,6 +466,17 @@ def test_a_steering_curve_is_a_table():
     assert [*alone.columns] == ["strength", "score", "score_low", "score_high"]
 
 
+def test_a_printed_steering_curve_names_the_change_of_the_score_and_its_base():
+    curve = curve_of_three()
+    curve = replace(curve, score=replace(curve.score, base=torch.tensor([4.0, 5.0, 2.0, 7.0])))
+    assert repr(curve).splitlines()[0] == (
+        "SteeringCurve of 3 strengths, means over texts; change of score in nats, base +4.5; "
+        "KL in nats"
+    )
+    # Without other texts, there is no KL.
+    assert repr(replace(curve, kl=None)).splitlines()[0].endswith("base +4.5")
+
+
 def test_a_steering_curve_is_a_figure(tmp_path):
     pytest.importorskip("matplotlib", reason="optional")
     curve = curve_of_three()

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import random
 import re
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -259,7 +260,7 @@ def test_a_sweep_may_edit_either_text(direction):
         close(found.values[n], alone(model, edited, entry) - base)
     with pytest.raises(ValueError, match="corrupted texts"):
         sweep(model, Pairs(clean, metric=METRIC), entries, direction=direction)
-    assert sweep(model, pairs, entries).target is None
+    assert sweep(model, pairs, [{"embed": edits.zero()}]).target is None
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -613,6 +614,37 @@ def test_a_warning_names_the_edit_with_a_nan_effect():
     with pytest.warns(UserWarning, match="1 of 2 edits .* edit 1"):
         found = sweep(model, tokens, entries, METRIC)
     assert found.values.isnan().any(1).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("direction", [None, "noising", "denoising"])
+def test_a_warning_names_the_direction_if_edits_put_back_the_values_of_their_own_run(direction):
+    model, tokens = variant("pre"), some_tokens()
+    pairs = Pairs(tokens, tokens.roll(1, 1), metric=METRIC)
+    names = [f"blocks.{layer}.mlp_out" for layer in range(2)]
+    edited, other = (
+        (pairs.corrupted, tokens) if direction == "denoising" else (tokens, pairs.corrupted)
+    )
+    runner = HookedRunner(model)
+    _, own = runner.run_with_cache(edited, names=names)
+    _, others = runner.run_with_cache(other, names=names)
+    jobs = [{name: edits.replace(own)} for name in names]
+    right = "noising" if direction == "denoising" else "denoising"
+    with pytest.warns(UserWarning, match=f'all effects are 0.*direction="{right}"'):
+        sweep(model, pairs, jobs, direction=direction)
+    # Without other texts, there is no direction.
+    with pytest.warns(UserWarning, match="take the values from other texts"):
+        sweep(model, edited, [[(name, edits.replace(own, pos=3))] for name in names], METRIC)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # Some effects are not 0.
+        sweep(model, pairs, [*jobs, {names[0]: edits.replace(others)}], direction=direction)
+        # The values come from other texts, and change nothing because of the metric.
+        nothing = Pairs(tokens, pairs.corrupted, metric=lambda logits: logits[:, -1, 0] * 0)
+        sweep(model, nothing, [{names[0]: edits.replace(others)}], direction=direction)
+        # Edits of other kinds may have no effect.
+        sweep(model, nothing, [*jobs, {names[0]: edits.zero()}], direction=direction)
+        values = own[names[0]]
+        sweep(model, pairs, [{names[0]: edits.replace(values)}], direction=direction)
 
 
 def test_float32_agrees_to_the_stated_tolerance():
