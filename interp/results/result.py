@@ -298,9 +298,9 @@ class Result(plots.Shown):
         if self.base is None or self.target is None:
             missing = [name for name in ("base", "target") if getattr(self, name) is None]
             raise ValueError(
-                "normalized() needs a result with a base and a target; got a result without "
-                f"{' and '.join(missing)}. Analyses of pairs with direction= have both, such as "
-                'sweep(model, pairs, edits, direction="denoising")'
+                "normalized() needs a result with a base and a target, such as the result of "
+                'sweep(model, pairs, edits, direction="denoising"); got a result without '
+                f"{' and '.join(missing)}"
             )
         return self.base, self.target
 
