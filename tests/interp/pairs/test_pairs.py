@@ -189,6 +189,8 @@ def test_pairs_print_words_of_tokens_and_answers_of_several_tokens():
     text = model.to_tokens("def f(x):")
     printed = repr(Pairs(text, answers=[" return x"]).read_by(model)).splitlines()
     assert printed[1:] == ["  clean: 'def f(x):'", "  answer: right ' return x'"]
+    printed = repr(Pairs(text, answers=("r", "s")).read_by(model)).splitlines()
+    assert printed[2] == "  answer: right 'r', wrong 's'"
     # Without a tokenizer, the tokens are shown.
     tokens = torch.tensor([[3, 1, 4, 1]])
     printed = repr(Pairs(tokens, tokens + 1, [5])).splitlines()

@@ -384,6 +384,8 @@ def test_a_result_counts_only_places_that_exist():
     result = Result(torch.ones(2, 4, 1), ("layer", "pos", "example"), exists=exists)
     assert repr(result).splitlines()[-1].strip() == "3 of 4 places; .top(k) shows more"
     assert "places" not in repr(result.select(layer=[0]))
+    three = Result(torch.ones(3, 1), ("layer", "example"))
+    assert "places" not in repr(three)
 
 
 def test_an_entry_prints_its_line():

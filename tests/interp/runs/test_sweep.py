@@ -641,7 +641,12 @@ def test_a_warning_names_the_direction_if_edits_put_back_the_values_of_their_own
         # The values come from other texts, and change nothing because of the metric.
         nothing = Pairs(tokens, pairs.corrupted, metric=lambda logits: logits[:, -1, 0] * 0)
         sweep(model, nothing, [{names[0]: edits.replace(others)}], direction=direction)
+        # Values of another position of the same run have effects too.
+        sweep(
+            model, pairs, [{names[0]: edits.replace(own, pos=3, source_pos=2)}], direction=direction
+        )
         # Edits of other kinds may have no effect.
+        sweep(model, nothing, [{names[0]: edits.resample(own)}], direction=direction)
         sweep(model, nothing, [*jobs, {names[0]: edits.zero()}], direction=direction)
         values = own[names[0]]
         sweep(model, pairs, [{names[0]: edits.replace(values)}], direction=direction)
