@@ -74,7 +74,8 @@ def entries(record, without=()):
             continue
         is_python = section == "types" or re.match(r"(hooks|models|interp)\b|objects ", section)
         name = re.match(r"class (\w+)|(\w+)", text) if is_python else None
-        name = name[1] or name[2] if name else re.split(r" = | \[(?=\w)", text)[0]
+        separator = "[<>=]" if section == "needed versions" else r" = | \[(?=\w)"
+        name = name[1] or name[2] if name else re.split(separator, text)[0]
         lines[section, parent, name] = text
         if not line.startswith("   "):
             parent = name
@@ -247,6 +248,10 @@ def faults(release, now):
     # Every version may change the details, and every minor version the needed versions.
     free = {"details"} if is_patch else {"details", "needed versions"}
     old, new = entries(release.record, without=free), entries(now.record, without=free)
+    # Every version may accept newer versions of libraries.
+    for key in old.keys() & new.keys():
+        if key[0] == "needed versions" and accepts_more(old[key], new[key]):
+            old[key] = new[key]
     # Users do not import these objects, so they may become names of a module.
     anywhere = {(parent, name): text for (_, parent, name), text in new.items()}
     renamed, every = listed(now.page, release.number)
@@ -301,6 +306,13 @@ def faults(release, now):
         added = new.items() - old.items()
         found += [f"new in a patch version: {text}" for _, text in sorted(added)]
     return found
+
+
+def accepts_more(old, new):
+    """Return whether a needed version only has a higher upper bound than before, or none."""
+    (lowest, _, bound), (lowest_now, _, bound_now) = (each.partition(",<") for each in (old, new))
+    is_higher = not bound_now or numbers(bound_now) > numbers(bound)
+    return lowest == lowest_now and bool(bound) and is_higher
 
 
 def is_more(old, new, section):

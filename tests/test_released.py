@@ -37,6 +37,7 @@ words
   models of load = pydoc-4l, smollm2-135m
 needed versions
   python>=3.11
+  torch>=2.9,<2.14
 """
 COMPARE = "compare(first: Result, second: Result, *, side: Literal['left', 'right'] = 'left')"
 HEADINGS = {
@@ -203,6 +204,31 @@ def test_a_change_in_place_may_be_listed_in_a_table_of_changes_without_an_error(
     later = [(row, "other", "0.2.0", "0.4.0")]
     listed = page((row, "other"), announced=later)
     assert found(old, new, page(announced=later), listed)
+
+
+@pytest.mark.parametrize(
+    ("now", "n_faults"),
+    [
+        ("torch>=2.9,<2.15", 0),
+        ("torch>=2.9", 0),
+        # A newer version is needed, an accepted version is refused, and a bound is new.
+        ("torch>=2.10,<2.15", 2),
+        ("torch>=2.9,<2.13", 2),
+        ("python>=3.11,<3.14", 2),
+    ],
+)
+def test_a_patch_version_may_accept_newer_versions_of_libraries(now, n_faults):
+    name = now.partition(">")[0]
+    before = {"torch": "torch>=2.9,<2.14", "python": "python>=3.11"}[name]
+    assert len(found(before, now, version="0.2.1")) == n_faults
+    assert found(before, now) == []
+    # Texts of other sections are no versions.
+    metric = "  Metric = Callable[[Tensor], Tensor]"
+    (fault,) = faults(
+        Version("0.2.0", f"hooks\n{metric},<1\n", page()),
+        Version("0.3.0", f"hooks\n{metric},<2\n", page()),
+    )
+    assert "changed" in fault
 
 
 def test_an_optional_member_of_a_protocol_is_an_addition():
