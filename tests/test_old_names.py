@@ -138,6 +138,8 @@ def message_of(code, names, text, works):
     if not works:
         with pytest.raises(Exception, match=re.escape(text)) as caught:
             exec(code, names)
+        # In tests, a warning of a form that still works is an exception too.
+        assert not isinstance(caught.value, Warning)
         return str(caught.value)
     with pytest.warns(DeprecationWarning, match=re.escape(text)) as warned:
         exec(code, names)
@@ -225,7 +227,9 @@ def test_an_announced_form_must_still_work():
     assert still_work(announced) == {"`positions=`": "0.3"}
     assert still_work(table) == {}
     assert "0.3" in message_of("last(positions=3)", names, "pos=", works=True)
-    # A form that gives no warning, as a missing hint.
+    # A form that works and should not, and a form that gives no warning.
+    with pytest.raises(AssertionError, match="isinstance"):
+        message_of("last(positions=3)", names, "pos=", works=False)
     with pytest.raises(pytest.fail.Exception, match="DID NOT WARN"):
         message_of("last(pos=3)", names, "pos=", works=True)
 
