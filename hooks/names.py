@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from torch import Tensor, nn
 
-from hooks.base import layer_of, require_kind, unknown_point
+from hooks.base import layer_of, require_kind, shown, unknown_point
 from hooks.base.errors import UnknownNameError, unknown_name
 from hooks.base.hints import how_to_mark
 from hooks.base.paths import LAYER
@@ -88,6 +88,12 @@ def _matching(
     elif isinstance(part, str):
         matching = [part] if part in known else _glob(part, points) or _glob(part, known)
     else:
+        if isinstance(part, nn.Module):
+            raise TypeError(
+                f"a point must be given by its name; got {shown(part)} (the name of a module of "
+                "the model; for a dictionary, its reads and writes are names of points, and its "
+                "features are a point inside `with interp.splice(model, sae)`)"
+            )
         matching = [name for name, point in points.items() if _chooses(part, point)]
     if matching or part is Mode.none:
         return matching

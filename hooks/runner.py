@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
 
 from torch import Tensor, nn
 
@@ -249,6 +249,7 @@ class HookedRunner(HintsAtNames, Generic[Output], metaclass=HintedClass):
         stops = not has_shards(self.model)
         return self._run_eagerly(request, args, kwargs=kwargs, stops=stops)[1]
 
+    @explains_calls
     def run_with_hooks(
         self, *args: Any, hooks: Hooks | None = None, backward: Hooks | None = None, **kwargs: Any
     ) -> Output:
@@ -287,6 +288,15 @@ class HookedRunner(HintsAtNames, Generic[Output], metaclass=HintedClass):
                 raise
         self._has_warned |= draws.warn(f"the {type(self.model).__name__}")
         return output
+
+    if not TYPE_CHECKING:
+
+        def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+            """Raise an error that names the methods that run the model."""
+            raise TypeError(
+                "a HookedRunner is not a function: use runner.run_with_cache(text), "
+                "runner.run_with_hooks(text, hooks=...), or model(text) for a plain run"
+            )
 
     @explains_calls
     def hooks(

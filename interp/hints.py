@@ -98,6 +98,11 @@ _ADD = "interp.edits.add(vector, scale=2.0), as a hook: hooks={'blocks.12.resid_
 _SIZE = "change it afterwards: figure = result.plot(); figure.set_size_inches(4, 3)"
 _LIMIT = "use limit=2.0 for colours from -2 to 2"
 _LAYER = "name the layer in site=, such as site='blocks.2.resid_post'"
+_LAYERS = "name the layers in site=, such as site=['blocks.1.resid_post', 'blocks.2.resid_post']"
+_POSITIONS = (
+    "an analysis of a graph runs an attached model as a plain transformer, which counts positions "
+    "from attention_mask; activation_patching and attribution_patching accept position_ids"
+)
 _VECTORS = "a direction has its points: vectors.at(2) has only the vector of layer 2"
 # Words of other libraries and of papers for the number that multiplies a steering vector.
 _STRENGTHS = (
@@ -141,6 +146,18 @@ _ARGUMENTS = {
     "probe.layer": _LAYER,
     "difference_of_means.layer": _LAYER,
     "erasure.layer": _LAYER,
+    **dict.fromkeys(
+        (f"{call}.layers" for call in ("probe", "difference_of_means", "erasure")), _LAYERS
+    ),
+    **dict.fromkeys(
+        (
+            f"{call} of a {kind}.position_ids"
+            for call in ("run_with_cache", "capture")
+            for kind in ("Transformer", "PlainView")
+        ),
+        _POSITIONS,
+    ),
+    "direct_logit_attribution.by": "direct_logit_attribution(...).by('head') groups the components",
     "direct_logit_attribution.tokens": "use right= and wrong=",
     "direct_logit_attribution.answers": "use right= and wrong=",
     "Result.top.abs": "places are sorted by the absolute value of the mean effect",
@@ -213,12 +230,16 @@ _ATTRIBUTES = {
     "load_result": "interp.Result.load(path)",
     **dict.fromkeys(("SteeringVector", "SteeringVectors", "ControlVector"), _DIRECTION),
     **dict.fromkeys(
-        ("train_steering_vector", "get_steering_vector"),
+        ("train_steering_vector", "get_steering_vector", "steering_vector"),
         "interp.directions.difference_of_means(model, (yes, no), site)",
     ),
     **dict.fromkeys(("train_probe", "LinearProbe", "LogisticRegressionProbe"), _PROBE),
     **dict.fromkeys(("ActivationStore", "ActivationsStore", "ActivationBuffer"), _STORE),
     **dict.fromkeys(("SparseAutoencoder", "sae_from_weights", "SparseCoder"), _OWN),
+    **dict.fromkeys(
+        ("SAE", *(f"{kind}SAE" for kind in ("Standard", "TopK", "BatchTopK", "JumpReLU", "Gated"))),
+        _OWN,
+    ),
     **dict.fromkeys(("run_with_cache_with_saes", "run_with_hooks_with_saes", "add_sae"), _SPLICE),
     "add_vector": _ADD,
     "add_steering_vector": _ADD,
@@ -273,6 +294,7 @@ def _features_hint(name: str, known: Collection[str], what: str) -> UnknownNameE
 _HEAD = "the value of each head before the output projection is z, with the axis head"
 _SITES = {
     # From functions of TransformerLens, such as `get_act_patch_attn_head_out_all_pos`.
+    "attn": "attention adds attn_out to the stream; pattern has its weights, and z its heads",
     "attn_head_out": _HEAD,
     "head_out": _HEAD,
     "head_output": _HEAD,

@@ -87,9 +87,12 @@ def log_prob(token: Tokens, pos: Tokens = -1) -> Metric:
     """Return a metric: the log-probability of a token, in nats.
 
     Args:
-        token: one token, or one for each example. For analyses, a text may be several tokens, such
-            as `" Paris, the city"`: the metric is then the log-probability of the whole text after
-            the prompt; see `Pairs`.
+        token: one token, or one for each example: `log_prob([" a", " b"])` with two prompts is the
+            log-probability of " a" after the first prompt, and of " b" after the second. For
+            several words after every prompt, measure each word: `[measure(log_prob(word), logits,
+            model=model) for word in words]`. For analyses, a text may be several tokens, such as
+            `" Paris, the city"`: the metric is then the log-probability of the whole text after the
+            prompt; see `Pairs`.
         pos: one position, or one for each example, as in `logit_diff`, with the same errors. -1 is
             the last real token of an example.
 

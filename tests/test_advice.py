@@ -18,7 +18,7 @@ from interp import (
     plots,
     splice,
 )
-from models import load
+from models import attach, load
 from tests import tiny
 from tests.shipped import pydoc
 
@@ -112,3 +112,16 @@ def test_a_cache_of_other_weights_says_to_run_again(cache):
 def test_a_metric_goes_into_the_pairs(model, analysis):
     with pytest.raises(TypeError, match=rf"{analysis.__name__} .*Pairs\(.*metric="):
         analysis(model, Pairs(TEXT, OTHER), metric=log_prob(3))
+
+
+def test_graphs_of_an_attached_model_say_that_they_count_positions():
+    tokens = torch.tensor([[3, 1, 4], [1, 5, 9]])
+    texts = [
+        {"input_ids": each, "position_ids": torch.arange(3)[None]}
+        for each in (tokens, tokens.flip(1))
+    ]
+    pairs = Pairs(*texts, torch.tensor([[2, 6], [5, 3]]))
+    with attach(tiny.model("LlamaForCausalLM")) as attached:
+        activation_patching(attached, pairs)
+        with pytest.raises(TypeError, match="position_ids=; .*counts positions.*attribution_patch"):
+            edge_attribution(attached, pairs)

@@ -46,6 +46,17 @@ runner.run_with_cache(TEXT, names=[])                            | UnknownNameEr
 runner.run_with_cache(TEXT, names='patern')                      | UnknownNameError | 'patern'; close matches: .*pattern
 sweep(model, pairs, {'blocks.0.attn.z': edits.zero()})            | TypeError | names to runs; got one mapping; write .edits.
 sweep(model, pairs, {0: {'blocks.0.attn.z': edits.zero()}})      | TypeError | names of runs must be texts; got 0
+runner(TEXT)                                                     | TypeError | not a function.*run_with_cache.*model.text
+cache['attn', 1]                                                 | UnknownNameError | attn_out.*pattern.*z
+interp.rank_correlation(torch.ones(3, 2), torch.ones(3, 2, 1))   | ValueError | .3, 2. and .3, 2, 1. .*result.mean
+interp.steering_vector                                           | AttributeError | difference_of_means
+interp.features.StandardSAE                                      | AttributeError | interp.features.Dictionary
+directions.probe(model, ([TEXT], [TEXT]), layers=[1])            | TypeError | layers=; .*site=.'blocks
+directions.difference_of_means(model, ([TEXT], [TEXT]), layers=[1]) | TypeError | layers=; .*site=.'blocks
+interp.direct_logit_attribution(model, cache, right='a', by='head') | TypeError | by=; .*.by..head
+Direction({'blocks.1.resid_post': torch.ones(2), 'blocks.3.resid_post': torch.ones(2)})[99] | UnknownNameError | in layer 99; its layers are 1, 3
+runner.run_with_cache(TEXT, names=sae)                           | TypeError | its name; got a Dictionary .*splice
+runner.run_with_hooks(TEXT, hooks={sae: edits.zero()})           | TypeError | its name; got a Dictionary .*splice
 logit_lens(model, TEXT)                                         | TypeError | 'def f.*run_with_cache
 logit_lens(model, logits)                                       | TypeError | tensor .1, 18, 103
 logit_lens(model, tokens)                                       | TypeError | tensor .1, 18
@@ -586,7 +597,7 @@ features.Dictionary(eye[:2].T, eye[:2], eye[0], eye[0, :2], nn.ReLU()) | ValueEr
 load_sae('gemma-scope', 'layer_20/width_16k')                   | UnknownNameError | one text: load_sae\('gemma-scope/layer_20/width_16k'\)
 load_sae('res-jb', sae_id='blocks.8')                           | TypeError | load_sae\('release/sae_id'\) takes
 Direction({'blocks.1.resid_post': torch.ones(2)})['mlp_out', 1] | UnknownNameError | 'mlp_out', 1.*known names are 'blocks.1.resid_post'
-Direction({'blocks.1.resid_post': torch.ones(2)})[-3]           | UnknownNameError | '-3'
+Direction({'blocks.1.resid_post': torch.ones(2)})[-3]           | UnknownNameError | in layer -3; its layers are 1
 Direction({'blocks.1.resid_post': torch.ones(2)})[None]         | TypeError | a layer, the name of a point, or a pair .*got None
 model.tokenizer.decode('3')                                     | TypeError | whole numbers; got .*'3'
 models.chat(model, [{'role': 'user', 'content': 'hi'}], template=5) | TypeError | template must be a text.*got 5

@@ -9,6 +9,7 @@
 import dataclasses
 import functools
 import inspect
+import traceback
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -16,6 +17,7 @@ import torch
 
 from hooks.base._torch import set_gradients
 from hooks.base.accessor import without_handle
+from hooks.base.errors import HookError, SelectionError, UnknownNameError
 from hooks.base.hints import argument_hint
 from hooks.base.saying import shown
 from hooks.base.words import Words, refuse
@@ -43,8 +45,29 @@ def explains_calls(function: Callable[P, R]) -> Callable[P, R]:
         except TypeError as error:
             refuse_unbound(function, args, kwargs=kwargs, error=error)
             raise
+        except (SelectionError, UnknownNameError) as error:
+            _remove_frames(error)
+            raise
 
     return run
+
+
+_LIBRARIES = {"hooks", "models", "interp", "torch", "transformers", "contextlib", "functools"}
+
+
+def _remove_frames(error: HookError) -> None:
+    """Remove the traceback of an error, if the traceback contains no code of the user.
+
+    The message of these errors names the wrong argument. The traceback would contain each module of
+    the model around the point.
+
+    Args:
+        error: the error.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    packages = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames}
+    if packages <= _LIBRARIES:
+        error.__traceback__ = None
 
 
 def _without_handles(args: Any, kwargs: Any, n_kept: int) -> Any:

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks import CacheError, Point
+from hooks import CacheError, Point, UnknownNameError
 from hooks.base import layer_of, number_of, require_kind, shown, storage, unknown_name
 from interp import plots
 from interp.json_form import Table, form
@@ -339,6 +339,13 @@ class Direction(plots.Shown):
             name = place if isinstance(place, str) else str(place)
             error = unknown_name(name, self.vectors, "point of this direction")
             error.args = (f"{error.args[0]} (direction[name] is a vector for any point)",)
+            layers = sorted({n for other in self.vectors if (n := layer_of(other)) is not None})
+            if isinstance(place, SupportsIndex) and layers:
+                listed = ", ".join(map(str, layers))
+                error = UnknownNameError(
+                    f"no point of this direction is in layer {place}; its layers are {listed}",
+                    place,
+                )
             raise error
         if len(names) > 1:
             raise ValueError(f"layer {place} must have one point; got {' and '.join(names)}")

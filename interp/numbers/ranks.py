@@ -44,8 +44,12 @@ def rank_correlation(first: Float[Tensor, "*place"], second: Float[Tensor, "*pla
     0.5
     """
     if first.shape != second.shape:
+        shorter, longer = sorted((first, second), key=lambda numbers: numbers.ndim)
+        has_examples = longer.shape[:-1] == shorter.shape
+        hint = " (the last axis may be examples: pass result.mean())" if has_examples else ""
         raise ValueError(
             f"both sides must have the same places; got {[*first.shape]} and {[*second.shape]}"
+            f"{hint}"
         )
     for numbers in (first, second):
         if n_nan := int(numbers.isnan().sum()):

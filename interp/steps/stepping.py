@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from hooks.base import (
     Text,
@@ -190,7 +190,8 @@ def _read(model: nn.Module, prompt: Any, answer: Any) -> _Read:
             first = sum(start < first_character for start in offsets.starts)
             return _Read(tokens, first, [])
     text = prompt if isinstance(prompt, Text) else text_for(model, prompt)
-    is_one = isinstance(prompt, Text) or is_one_text(prompt)
+    is_batch = isinstance(prompt, Tensor) and prompt.ndim == 2
+    is_one = isinstance(prompt, Text) or is_one_text(prompt) or is_batch
     if len(text.tokens) != 1 or not is_one:
         raise ValueError(f"prompt must be one text; got {len(text.tokens)} texts, {shown(prompt)}")
     tokens = text.listed()[0]

@@ -53,6 +53,15 @@ def test_steps_contain_all_tokens_in_order(model):
     assert len(steps) == 10
 
 
+def test_a_prompt_may_be_one_row_of_tokens(model):
+    prompt = "One is the first. It is in the"
+    tokens = model.to_tokens(prompt).tokens
+    assert tokens.ndim == 2
+    assert Steps(model, tokens, " box.").words == Steps(model, prompt, " box.").words
+    with pytest.raises(ValueError, match="one text; got 2 texts"):
+        Steps(model, tokens.repeat(2, 1), " box.")
+
+
 def test_the_answer_begins_a_step_in_the_middle_of_a_sentence(model):
     steps = Steps(model, "One is the first. It is in the", " box. Done.")
     assert steps.words == ["One is the first.", " It is in the", " box.", " Done."]
