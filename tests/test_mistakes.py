@@ -46,6 +46,7 @@ runner.run_with_cache(TEXT, names=[])                            | UnknownNameEr
 runner.run_with_cache(TEXT, names='patern')                      | UnknownNameError | 'patern'; close matches: .*pattern
 sweep(model, pairs, {'blocks.0.attn.z': edits.zero()})            | TypeError | names to runs; got one mapping; write .edits.
 sweep(model, pairs, {0: {'blocks.0.attn.z': edits.zero()}})      | TypeError | names of runs must be texts; got 0
+runner.run_with_cache(TEXT, names='decoder.z')                   | UnknownNameError | 'decoder.z'; close matches: blocks.0.attn.z
 runner(TEXT)                                                     | TypeError | not a function.*run_with_cache.*model.text
 cache['attn', 1]                                                 | UnknownNameError | attn_out.*pattern.*z
 interp.rank_correlation(torch.ones(3, 2), torch.ones(3, 2, 1))   | ValueError | .3, 2. and .3, 2, 1. .*result.mean

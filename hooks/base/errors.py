@@ -64,12 +64,17 @@ class UnknownNameError(HookError, KeyError):
     def close_matches(self) -> tuple[str, ...]:
         """The known names closest to the requested name.
 
-        Names that end in the requested name come first, then names with a similar spelling.
+        Names that end in the requested name come first, then names with a similar spelling. If
+        there are none, the names with the same last part follow: `decoder.blocks.0.attn.z` for
+        `decoder.z`.
         """
         known = [candidate for candidate in self._known if candidate != self._name]
         endings = [candidate for candidate in known if candidate.endswith("." + self._name)]
         similar = difflib.get_close_matches(self._name, known, n=5, cutoff=0.5)
-        return tuple(dict.fromkeys(endings[:5] + similar))[:5]
+        parts = [candidate.split(".") for candidate in known]
+        last = self._name.split(".")[-1]
+        same_part = [".".join(part) for part in parts if part[-1] == last and len(part) > 1]
+        return tuple(dict.fromkeys(endings[:5] + similar or same_part))[:5]
 
     def __str__(self) -> str:
         hint = f"; close matches: {', '.join(self.close_matches)}" if self.close_matches else ""

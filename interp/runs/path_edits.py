@@ -32,7 +32,7 @@ from interp.graph.sublayers import BlockBranch, reads_context
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.results.result import Result
 from interp.runs.models import Source, source_graph_of
-from interp.runs.rows import Batch
+from interp.runs.rows import Batch, TooSmallError
 from interp.runs.runs import Runs, require_no_direction
 from interp.runs.sweep import effects_of_edits
 
@@ -72,6 +72,7 @@ class PathEdits:
         self.model = graph.model
         model = graph.runner().model
         require_no_direction(source, direction, "noising")
+        self._max_bytes = max_bytes
         runs = Runs(model, pairs, direction=direction, max_bytes=max_bytes // 2, source=source)
         self.runs = runs
         text = runs.text
@@ -289,10 +290,14 @@ class PathEdits:
     def _sweep(self, waiting: dict[int, dict[str, edits.Edit]], values: Tensor) -> None:
         """Run the waiting edits, store their effects in `values`, and empty `waiting`."""
         if waiting:
-            _, values[[*waiting]] = effects_of_edits(
-                self.runs,
-                [*waiting.values()],
-                max_bytes=self.runs.max_bytes,
-                of_rows=True,
-            )
+            try:
+                _, values[[*waiting]] = effects_of_edits(
+                    self.runs,
+                    [*waiting.values()],
+                    max_bytes=self.runs.max_bytes,
+                    of_rows=True,
+                )
+            except TooSmallError as error:
+                # The runs have half of the bound of the user.
+                raise TooSmallError(self._max_bytes, error.needed, shares=2) from None
             waiting.clear()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hooks.base import peak_bytes, skip_token_checks, to_device
 from hooks.shared import Edits, inside
 from interp.measuring import has_batched_runs
-from interp.runs.rows import Done, EditedRun, Measured, acting, copied, stacked_edits, too_small
+from interp.runs.rows import Done, EditedRun, Measured, TooSmallError, acting, copied, stacked_edits
 from interp.runs.unedited import Unedited
 
 # A matrix product with fewer rows spends most of its time reading the weights.
@@ -121,7 +121,7 @@ class Resumed:
         largest_run = max(max(bytes_of_run(job.pos), stream_bytes + unembed_bytes) for job in jobs)
         needed = unedited_bytes + shared_bytes + largest_run
         if max_bytes < needed:
-            raise too_small(max_bytes, needed)
+            raise TooSmallError(max_bytes, needed)
         free = max_bytes - unedited_bytes - shared_bytes
         for group in self._groups(jobs):
             n_at_once = free // bytes_of_run(group[0].pos)

@@ -285,7 +285,7 @@ class WholeRuns:
             with acting([(module, copied) for module in modules]):
                 _, memory = peak_bytes(self._measure_base)
             if max_bytes < memory:
-                raise too_small(max_bytes, memory)
+                raise TooSmallError(max_bytes, memory)
             self._at_once = max_bytes // memory
 
     def _measure_base(self) -> None:
@@ -342,13 +342,19 @@ def copied(output: Any) -> Any:
     return copies[0]
 
 
-def too_small(max_bytes: int, needed: int) -> ValueError:
-    """Return the error for a bound that is too small for one run.
+class TooSmallError(ValueError):
+    """A bound on memory that is too small for one run.
 
     Args:
         max_bytes: the bound that was given.
         needed: the smallest bound for one run.
+        shares: the number of parts into which the user's bound was divided; each number in the
+            message is multiplied by it. Default: 1.
     """
-    return ValueError(
-        f"max_bytes must be at least {needed:,} for one edited run of this batch; got {max_bytes:,}"
-    )
+
+    def __init__(self, max_bytes: int, needed: int, shares: int = 1) -> None:
+        self.needed = needed
+        super().__init__(
+            f"max_bytes must be at least {shares * needed:,} for one edited run of this batch; got "
+            f"{max_bytes:,}"
+        )

@@ -2,6 +2,8 @@
 masked runs.
 """
 
+import re
+
 import pytest
 import torch
 
@@ -255,3 +257,17 @@ def test_arguments_that_do_not_fit_are_errors(unchecked):
             call()
     with HookedRunner(model).hooks({"*.z": lambda z, point: z}), pytest.raises(HookError):
         path_patching(model, PAIRS)
+
+
+def test_the_smallest_bound_is_the_bound_that_the_error_names():
+    model = made(n_layers=2, n_heads=2, n_kv_heads=1)
+
+    def run(max_bytes):
+        return edge_patching(model, PAIRS, ["input->a0.h0<v>"], max_bytes=max_bytes)
+
+    with pytest.raises(ValueError, match="max_bytes must be at least .*got 10$") as error:
+        run(10)
+    least = int(re.search(r"at least ([\d,]+)", str(error.value))[1].replace(",", ""))
+    assert run(least).values.shape[0] == 1
+    with pytest.raises(ValueError, match=f"at least {least:,}"):
+        run(least - 1)
