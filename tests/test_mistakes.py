@@ -47,6 +47,7 @@ runner.run_with_cache(TEXT, names='patern')                      | UnknownNameEr
 sweep(model, pairs, {'blocks.0.attn.z': edits.zero()})            | TypeError | names to runs; got one mapping; write .edits.
 sweep(model, pairs, {0: {'blocks.0.attn.z': edits.zero()}})      | TypeError | names of runs must be texts; got 0
 runner.run_with_cache(TEXT, names='decoder.z')                   | UnknownNameError | 'decoder.z'; close matches: blocks.0.attn.z
+runner.run_with_hooks(TEXT, hooks={'blocks.1.mlp.post': edits.project_out(torch.ones(512), d_mlp=3)}) | EditError | 1 numbers here; got 512 .*edits.zero
 runner(TEXT)                                                     | TypeError | not a function.*run_with_cache.*model.text
 cache['attn', 1]                                                 | UnknownNameError | attn_out.*pattern.*z
 interp.rank_correlation(torch.ones(3, 2), torch.ones(3, 2, 1))   | ValueError | .3, 2. and .3, 2, 1. .*result.mean

@@ -149,7 +149,8 @@ def orthonormal(directions: Tensor) -> Float[Tensor, "dim _k"]:
 def _inside(x: Tensor, basis: Tensor) -> Tensor:
     """Return the part of vectors along the last axis that is inside the span of a basis."""
     if x.shape[-1] != len(basis):
-        raise EditError(f"directions must have {x.shape[-1]} numbers here; got {len(basis)}")
+        hint = " (one number is selected: use edits.zero)" if x.shape[-1] == 1 else ""
+        raise EditError(f"directions must have {x.shape[-1]} numbers here; got {len(basis)}{hint}")
     precision = wide_dtype(x.dtype)
     basis = to_device(basis.to(precision), x.device)
     return (x.to(precision) @ basis @ basis.mT).to(x.dtype)

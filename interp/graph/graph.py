@@ -323,6 +323,7 @@ class Graph(HintsAtNames):
                 ends = [*dict.fromkeys([nodes[0], nodes[-1]])]
                 are = f"s at this point are {' to '.join(ends)}"
                 example += f"; the {kind}" + (are if ends[1:] else f" at this point is {ends[0]}")
+            example += self._why_without_heads(str(name))
             message = f"no {kind} of this graph (such as {example}) is named {name!r}"
             # Wildcards are no spelling of a name.
             raise UnknownNameError(message, str(name).strip("*?"), known)
@@ -377,6 +378,14 @@ class Graph(HintsAtNames):
                     indices = nodes_of_point
         nodes = self.writers if kind == "writer" else self.readers
         return [str(node) for node in nodes[indices]]
+
+    def _why_without_heads(self, name: str) -> str:
+        """Return why the block of a head has no heads, for the end of an error; else nothing."""
+        head = re.match(r"a(\d+)\.h\d", name)
+        blocks = self.model.blocks
+        block = blocks[int(head[1])] if head and int(head[1]) < len(blocks) else None
+        reason = getattr(block, "why_undivided", "")
+        return f"; a{head[1]} is one node without heads: {reason}" if head and reason else ""
 
     def _reader_of_query_head(self, name: Any) -> str | None:
         """Return the shared reader of a name with the number of a query head; None if none fits."""

@@ -358,7 +358,13 @@ class ViewBlock(nn.Module):
 
     Args:
         recorded: the attached block.
+
+    Attributes:
+        why_undivided: the reason why attention is one sublayer without heads; empty if it has
+            heads.
     """
+
+    why_undivided = ""
 
     def __init__(self, recorded: RecordedBlock) -> None:
         super().__init__()
@@ -394,7 +400,8 @@ class ViewBlock(nn.Module):
             self.attn: ViewAttention | ViewSublayer = ViewAttention(recorded)
             self.ln1 = recorded.norm_before(recorded.norm("ln1"))
             self.ln1_post = recorded.norm_after("ln1_post")
-        except Undivided:
+        except Undivided as reason:
+            self.why_undivided = str(reason)
             self.attn, self.ln1 = _undivided(recorded, added)
             self.ln1_post = Identity()
 

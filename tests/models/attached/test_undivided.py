@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hooks import HookedRunner
+from hooks import HookedRunner, UnknownNameError
 from interp import (
     Pairs,
     decompose,
@@ -198,6 +198,8 @@ def test_analyses_of_heads_name_the_block_without_heads():
         assert layer.n_heads == 0
         with pytest.raises(ValueError, match=r"block 1 must have attention .*; got a1"):
             _ = layer.heads
+        with pytest.raises(UnknownNameError, match="a1 is one node without heads: attention must"):
+            path_patching(model, PAIRS, receivers=["a1.h0<q>"])
     with attach(model_of("bamba")) as attached:
         assert graph.Graph(attached.model).layers[1].n_heads == HEADS
 
