@@ -166,6 +166,7 @@ _ARGUMENTS = {
     **dict.fromkeys((f"Result.plot.{name}" for name in ("vmax", "vmin", "clim")), _LIMIT),
     "Result.plot.cmap": "change it afterwards: figure.axes[0].images[0].set_cmap('viridis')",
     "Result.top.signed": "use largest=True, or largest=False for the smallest first",
+    "faithfulness.connected": "leave it out: all edges of its random circuits are on paths",
     "mean.over": "it is now across=",
     "spectral_gap.at": "it is now k=",
     "harvest.workers": "use executor=Ray(workers=...)",
@@ -207,6 +208,10 @@ def _of_entries() -> dict[str, str]:
 
 _ATTRIBUTES = {
     **_of_entries(),
+    **{
+        f"Faithfulness.{name}": f"faithfulness(...).circuit.{name}, or faithfulness(...).random"
+        for name in ("mean", "interval", "values", "select", "top", "labels", "groups")
+    },
     "Result.dims": "result.axes",
     "Result.ndim": "len(result.axes)",
     "Result.sort": "result.top(k)",

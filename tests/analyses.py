@@ -90,7 +90,9 @@ ANALYSES = {
     ),
     "gradient": gradient_of_the_mask,
     "faithfulness": lambda model: (
-        interp.faithfulness(model, PAIRS, interp.Circuit(interp.graph.Graph(model), EDGES)).values
+        interp.faithfulness(
+            model, PAIRS, interp.Circuit(interp.graph.Graph(model), EDGES)
+        ).circuit.values
     ),
     "decompose": reading(interp.decompose, neurons=True),
     "logits": reading(interp.direct_logit_attribution, right=3, wrong=CLEAN),

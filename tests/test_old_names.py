@@ -79,6 +79,17 @@ USES = {
         'change.controls["kl"]["other texts"]': ["base on the next text"],
         'change.controls["kl"]["shuffled"]': ["tuned on the next text"],
     },
+    'faithfulness(...).mean(); also .select(circuit="random")': {
+        "interp.faithfulness(model, pairs, circuit).mean()": ["faithfulness(...).circuit.mean"],
+        'interp.faithfulness(model, pairs, circuit).select(circuit="random")': [
+            "faithfulness(...).random"
+        ],
+    },
+    "faithfulness(..., connected=True, among=strongest)": {
+        "interp.faithfulness(model, pairs, circuit, connected=True, among=strongest)": [
+            "all edges of its random circuits are on paths"
+        ],
+    },
     "interp.completeness, interp.minimality": {
         "interp.completeness": ["interp.evaluate_circuit", "completeness"],
         "interp.minimality": ["interp.evaluate_circuit", "minimality"],
@@ -173,6 +184,8 @@ def values():
         runner=HookedRunner(s.model),
         cache=s.cache,
         pairs=s.pairs,
+        circuit=interp.Circuit(s.graph, ["input->m0", "m0->logits"]),
+        strongest=s.circuit,
         dictionary=s.sae,
         change=changed(),
         graph=traced().pruned(),

@@ -11,7 +11,7 @@ from torch import nn
 from hooks.base import number_of, progress_bar, shows_progress
 from interp.graph import Graph
 from interp.graph.circuit import Circuit
-from interp.graph.circuits import random, top
+from interp.graph.circuits import random, random_pool, strengths, top
 from interp.json_form import Table, form
 from interp.kinds import require_made
 from interp.numbers.intervals import interval_text
@@ -56,7 +56,8 @@ class Curve:
     Attributes:
         signed: faithfulness [edges, example] of circuits of the edges that help most.
         absolute: faithfulness of circuits of the edges with the largest effects of either sign.
-        random: faithfulness of circuits of random edges.
+        random: faithfulness of circuits of random edges, which are on paths from the input to the
+            logits. Circuits of n edges are drawn from the 2n strongest edges; see `faithfulness`.
     """
 
     signed: Result
@@ -139,7 +140,7 @@ def circuit_curve(
         scores: effects [edge, example], such as a result of `edge_attribution`.
         shares: the shares of edges, in increasing order; the last share is at most 1. Default: the
             shares of the MIB benchmark.
-        seed: the seed of the random edges.
+        seed: the seed of the random edges. One random circuit of each size is drawn.
         progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
@@ -172,6 +173,7 @@ def circuit_curve(
         )
     n_edges = int(graph.allowed.sum())
     counts = [int(share * n_edges) for share in shares]
+    strength = strengths(graph, scores, signed=False)
     whole = top(graph, scores, n_edges)
     runs = CircuitRuns(model, pairs, whole, source=source, max_bytes=max_bytes)
 
@@ -182,11 +184,15 @@ def circuit_curve(
             count()
         return runs.shares(torch.stack(gains), "edges", shares)
 
+    def of_random_edges(n: int) -> Circuit:
+        pool = random_pool(graph, strength, n)
+        return random(graph, n, seed, connected=True, among=pool)
+
     with progress_bar("circuits", total=3 * len(counts)) as count:
         return Curve(
             signed=measured(partial(top, graph, scores, signed=True)),
             absolute=measured(partial(top, graph, scores)),
-            random=measured(lambda n: random(graph, n, seed)),
+            random=measured(of_random_edges),
         )
 
 

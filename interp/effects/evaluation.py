@@ -5,16 +5,22 @@ values of the source, and 1 is the whole model.
 """
 
 import itertools
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 
-from hooks.base import aligned_rows, number_of, progress_of, shows_progress
+from hooks.base import (
+    aligned_rows,
+    number_of,
+    progress_of,
+    require_integer,
+    shows_progress,
+)
 from interp import plots
 from interp.graph.circuit import Circuit
-from interp.graph.circuits import random, strengths
+from interp.graph.circuits import random, random_pool, strengths
 from interp.inputs.parts import finished
 from interp.json_form import Table, form
 from interp.kinds import require_made
@@ -27,6 +33,90 @@ from interp.runs.masked import CircuitSource
 
 _MOST_NODES = 20
 """The number of nodes in the printed table of criteria."""
+_NOTHING = 0.005
+"""A random circuit whose share is below this size does nothing."""
+
+Results = TypeVar("Results", bound="CircuitResults")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CircuitResults(plots.Shown):
+    """Several results about one circuit. Each field of a subclass is a result."""
+
+    title: ClassVar[str]
+
+    def results(self) -> dict[str, Result]:
+        """Return the results by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the results in the JSON form of all results; see `interp.json_form`."""
+        tables: dict[str, Table] = {}
+        results = self.results()
+        for name, result in results.items():
+            tables |= result.tables(name)
+        about = next(iter(results.values())).about
+        return form(type(self).__name__, tables, about)
+
+    def view(self) -> plots.View:
+        """Draw the results as bars."""
+        return plots.together(self.title, self.results())
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Faithfulness(CircuitResults):
+    """The share of a behaviour that a circuit keeps, beside random circuits.
+
+    `faithfulness` returns this object. It is printed with the median and the range of the random
+    circuits. The share of a random circuit is its mean over examples.
+
+    Attributes:
+        circuit: the share of the circuit [circuit, example]. The only label is `circuit`.
+        random: the shares of the random circuits [draw, example]. The labels of `draw` are the
+            seeds.
+    """
+
+    circuit: Result
+    random: Result
+
+    title: ClassVar[str] = "faithfulness of a circuit"
+
+    @property
+    def n_as_good(self) -> int:
+        """The number of random circuits whose share is at least the share of the circuit."""
+        return int((self.random.mean() >= self.circuit.mean()).sum())
+
+    def __repr__(self) -> str:
+        (circuit,) = self.circuit.places([0])
+        about = self.random.about
+        shares = self.random.mean()
+        low, median, high = (float(shares.quantile(q)) for q in (0, 0.5, 1))
+        rows = [
+            ("circuit", circuit.numbers),
+            ("random, median", f"{median:+.4g}"),
+            ("random, range", f"{low:+.4g} to {high:+.4g}"),
+        ]
+        n_random = number_of(len(shares), "random circuit")
+        sizes = about["edges of random circuits"]
+        size = number_of(sizes[-1], "edge")
+        if len(sizes) > 1:
+            size = f"{sizes[0]} to {size}"
+        examples = number_of(self.circuit.shape[-1], "example")
+        edges = number_of(about["edges"], "edge")
+        lines = [
+            f"Faithfulness: {edges}, {examples}, in {self.circuit.unit}",
+            "0 is the base: no edge; 1 is the target: the whole model",
+            f"metric: {about['metric']}",
+            *aligned_rows(rows),
+            f"{self.n_as_good} of {n_random} of {size} do as well, drawn from "
+            f"{about['drawn from']}",
+        ]
+        if shares.abs().median() < _NOTHING:
+            lines.append(
+                "most random circuits do nothing, so this comparison says little; pass the "
+                "strongest edges as among="
+            )
+        return "\n  ".join([*lines, *Entries([circuit]).notes()])
 
 
 @shows_progress
@@ -37,41 +127,45 @@ def faithfulness(
     circuit: Circuit,
     source: CircuitSource = "pair",
     *,
-    seed: int = 0,
-    connected: bool = False,
+    n_random: int = 20,
     among: Circuit | None = None,
+    seed: int = 0,
     max_bytes: int = 2**30,
     progress: bool = True,
-) -> Result:
+) -> Faithfulness:
     """Return the share of a behaviour that a circuit keeps: (m(C) - m(∅)) / (m(M) - m(∅)).
 
     m is the metric on the clean texts. M is the whole model, and in ∅ every edge carries values of
     the source. A share is a ratio of means over examples; see `Result.normalized`.
+
+    The circuit is compared with random circuits of the same number of edges, all of them on paths
+    from the input to the logits. Random edges of a large graph do nothing, so they show little.
+    Random edges of the strongest edges are a comparison that a circuit can lose.
 
     Args:
         model: the model of the circuit's graph.
         pairs: texts that were not used to find the circuit.
         circuit: the edges that are not replaced.
         source: the source of the replaced values; see `run_circuit`. Default: the corrupted texts.
-        seed: the seed of a random circuit with the same number of edges, for comparison.
-        connected: whether all edges of the random circuit are on a path from the input to the
-            logits. Default: any edges.
-        among: the circuit whose edges the random circuit is drawn from. In a large graph, the share
-            of random edges is usually 0, also if they are connected. Connected edges of the
-            strongest edges are a comparison that a circuit can lose: `connected=True,
-            among=circuits.greedy(graph, scores, 2 * len(circuit), exact=True)`, with several seeds.
-            Default: all edges of the graph.
+        n_random: the number of random circuits. Each of them is one more run.
+        among: the circuit whose edges the random circuits are drawn from. Default: the strongest
+            edges, two times as many as the circuit has: `circuits.greedy(graph, scores, 2 *
+            len(circuit), signed, exact=True)`, with the scores in the circuit. `signed` is True if
+            all edges of the circuit help. If a circuit does not contain the scores of all edges,
+            such as a circuit of `acdc`, the default is all edges of the graph.
+        seed: the seed of the first random circuit; the next circuit has the next seed. See
+            `circuits.random`.
         max_bytes: a bound on the memory in bytes, not counting the model; see `run_circuit`.
         progress: whether to show a progress bar or, outside a terminal, lines of progress.
 
     Returns:
-        Shares [circuit, example], without a unit: 1 if the circuit does as well as the whole model.
-        The labels of `circuit` are `circuit` and `random`. They are printed as shares of target -
-        base: `base` is the metric of ∅, whose share is 0, and `target` is the metric of M, whose
-        share is 1.
+        Shares without a unit: 1 if a circuit does as well as the whole model. They are shares of
+        target - base: `base` is the metric of ∅, whose share is 0, and `target` is the metric of M,
+        whose share is 1.
 
     Raises:
-        ValueError: if the circuit belongs to another model, or the metric is the same for M and ∅.
+        ValueError: if the circuit belongs to another model, the metric is the same for M and ∅, or
+            `among` has fewer edges than the circuit.
 
     Warns:
         UserWarning: if some of the texts were used to find the circuit.
@@ -81,20 +175,60 @@ def faithfulness(
     >>> from models import load
     >>> model = load("pydoc-4l")
     >>> scores = edge_attribution(model, Pairs("def __ini", "def __nam", ("t", "e")))
-    >>> circuit = circuits.greedy(Graph(model), scores, 20)  # 20 of 479 edges
+    >>> circuit = circuits.greedy(Graph(model), scores, 20)  # of 479 edges
     >>> other_pairs = Pairs("    def __ini", "    def __nam", ("t", "e"))
-    >>> shares = faithfulness(model, other_pairs, circuit).mean()
-    >>> [round(share, 3) for share in shares.tolist()]  # the circuit, random edges
-    [0.797, 0.0]
+    >>> found = faithfulness(model, other_pairs, circuit)
+    >>> found
+    Faithfulness: 19 edges, 1 example, in shares of target - base
+      0 is the base: no edge; 1 is the target: the whole model
+      metric: logit_diff('t', 'e')
+      circuit         +0.7969
+      random, median  +0.1142
+      random, range   -0.08266 to +0.6493
+      0 of 20 random circuits of 19 edges do as well, drawn from the 38 strongest edges
+    >>> round(found.circuit.mean().item(), 3)
+    0.797
     """
+    require_integer("n_random", n_random, least=1)
     runs = CircuitRuns(model, pairs, circuit, source=source, max_bytes=max_bytes)
-    random_circuit = random(circuit.graph, len(circuit), seed, connected=connected, among=among)
-    metrics = torch.stack([runs(circuit), runs(random_circuit)])
-    return runs.shares(metrics - runs.none, "circuit", ("circuit", "random"))
+    if among is None:
+        only_helps = bool((circuit.scores[circuit.kept] < 0).all())
+        strength = -circuit.scores if only_helps else circuit.scores.abs()
+        pool = random_pool(circuit.graph, strength, len(circuit))
+    else:
+        pool = among
+    seeds = range(seed, seed + n_random)
+    of_circuit = runs(circuit) - runs.none
+    of_random = []
+    sizes = []
+    for each in progress_of(seeds, "random circuits", n_random):
+        drawn = random(circuit.graph, len(circuit), each, connected=True, among=pool)
+        sizes.append(len(drawn))
+        of_random.append(runs(drawn) - runs.none)
+    random_effects = runs.effects(torch.stack(of_random), "draw", seeds)
+    facts = {
+        "edges": len(circuit),
+        "edges of random circuits": sorted({*sizes}),
+        "drawn from": _pool_in_words(pool, among),
+    }
+    effects = Faithfulness(
+        circuit=runs.effects(of_circuit[None], "circuit", ["circuit"]),
+        random=replace(random_effects, about={**random_effects.about, **facts}),
+    )
+    return finished(effects, results_as_shares)
+
+
+def _pool_in_words(pool: Circuit, among: Circuit | None) -> str:
+    """Return what the edges are that random circuits are drawn from."""
+    if len(pool) == int(pool.graph.allowed.sum()):
+        return f"all {len(pool):,} edges"
+    if among is None:
+        return f"the {len(pool):,} strongest edges"
+    return number_of(len(pool), "given edge")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class CircuitScores(plots.Shown):
+class CircuitScores(CircuitResults):
     """The three criteria of a circuit, returned by `evaluate_circuit`.
 
     F is the faithfulness of a circuit: its share of the behaviour of the whole model.
@@ -116,20 +250,7 @@ class CircuitScores(plots.Shown):
     completeness: Result
     minimality: Result
 
-    def results(self) -> dict[str, Result]:
-        """Return the three results by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the three results in the JSON form of all results; see `interp.json_form`."""
-        tables: dict[str, Table] = {}
-        for name, result in self.results().items():
-            tables |= result.tables(name)
-        return form("CircuitScores", tables, self.faithfulness.about)
-
-    def view(self) -> plots.View:
-        """Draw the three results as bars."""
-        return plots.together("criteria of a circuit", self.results())
+    title: ClassVar[str] = "criteria of a circuit"
 
     def __repr__(self) -> str:
         n_nodes = len(self.minimality.labels["node"])
@@ -233,12 +354,13 @@ def evaluate_circuit(
         completeness=runs.effects(torch.stack(differences), "without", (*nodes, "circuit")),
         minimality=runs.effects(torch.stack(losses), "node", nodes),
     )
-    return finished(effects, scores_as_shares)
+    return finished(effects, results_as_shares)
 
 
-def scores_as_shares(effects: CircuitScores) -> CircuitScores:
-    """Return the three criteria as shares of the whole model's difference; see `as_shares`."""
-    return CircuitScores(**{name: as_shares(result) for name, result in effects.results().items()})
+def results_as_shares(effects: Results) -> Results:
+    """Return results about a circuit as shares of the whole model's difference; see `as_shares`."""
+    shares = {name: as_shares(result) for name, result in effects.results().items()}
+    return type(effects)(**shares)
 
 
 def circuit_auroc(scores: Result, known: Circuit, signed: bool = False) -> float:

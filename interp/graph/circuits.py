@@ -112,7 +112,7 @@ def greedy(
         signed: whether to use how much an edge helps as its strength, instead of its absolute mean
             effect; see `above`.
         exact: whether the pruned circuit must have exactly `n` edges. An edge that would connect
-            too many others is then left out. If no edge is left to select, the circuit has fewer
+            too many others is then passed over. If no edge is left to select, the circuit has fewer
             edges; this can happen for the smallest circuits. Default: False, as in the paper.
 
     Returns:
@@ -132,8 +132,7 @@ def greedy(
     """
     strength = strengths(graph, scores, signed)
     largest(strength, n, graph)
-    kept = _backward(graph, strength, n, exact=exact, allowed=graph.allowed)
-    return _circuit(graph, scores, kept)
+    return _circuit(graph, scores, _backward(graph, strength, n, exact=exact))
 
 
 def _backward(
@@ -142,7 +141,6 @@ def _backward(
     n: int,
     *,
     exact: bool,
-    allowed: Bool[Tensor, "writer reader"],
 ) -> Bool[Tensor, "writer reader"]:
     """Return a table of edges that are selected one by one, from the logits backward.
 
@@ -151,7 +149,9 @@ def _backward(
         strength: the strength of each edge.
         n: the number of edges; with `exact`, the number of edges after pruning.
         exact: see `greedy`.
-        allowed: True for the edges that may be selected.
+
+    Returns:
+        The selected edges. With `exact`, all of them are on a path from the input to the logits.
     """
     feeds = feeding(graph)
     kept = torch.zeros_like(graph.allowed)
@@ -163,7 +163,7 @@ def _backward(
     def reach(reader: int) -> None:
         if reader not in reached:
             reached.add(reader)
-            for writer in allowed[:, reader].nonzero().flatten().tolist():
+            for writer in graph.allowed[:, reader].nonzero().flatten().tolist():
                 heapq.heappush(candidates, (-strength[writer, reader].item(), writer, reader))
 
     reach(len(graph.readers) - 1)
@@ -178,7 +178,7 @@ def _backward(
         kept[writer, reader] = True
         for reader_of_writer in feeds[writer].nonzero().flatten().tolist():
             reach(reader_of_writer)
-    return kept
+    return kept & grown.from_input if exact else kept
 
 
 class _Connected:
@@ -195,6 +195,13 @@ class _Connected:
         # The writers that an edge from the input reaches. Writers that read nothing are the input.
         self._alive = {*(~feeds.any(1)).nonzero().flatten().tolist()}
         self._readers: list[list[int]] = [[] for _ in feeds]
+
+    @property
+    def from_input(self) -> Bool[Tensor, "writer #reader"]:
+        """True for each writer that an edge from the input reaches."""
+        reached = torch.zeros(len(self._readers), 1, dtype=torch.bool)
+        reached[[*self._alive]] = True
+        return reached
 
     def gain(self, writer: int, reader: int) -> int:
         """Return how many more edges are on a path from the input after an edge is added."""
@@ -239,13 +246,14 @@ def random(
         graph: the graph of the model.
         n: the number of edges.
         seed: the seed of the choice of edges. Default: 0.
-        connected: whether to draw edges as the function `greedy` selects them with `exact=True`,
-            with random strengths. Default: each set of `n` edges of the graph is equally likely.
+        connected: whether all edges must be on a path from the input to the logits. Random edges
+            are then removed, and with them the edges that are on no path any more, until `n` edges
+            are left. Default: each set of `n` edges of the graph is equally likely.
         among: the circuit whose edges are drawn. Default: all edges of the graph.
 
     Returns:
-        The circuit of `n` edges. With `connected`, it has fewer edges if `n` edges on paths cannot
-        be drawn.
+        The circuit of `n` edges. With `connected`, it has fewer edges if fewer edges of `among` are
+        on paths, and a few more edges if the removal of any edge would leave fewer than `n`.
 
     Raises:
         ValueError: if the graph, or `among`, has fewer than `n` edges, or `among` is of another
@@ -261,15 +269,63 @@ def random(
     if among is not None:
         require_made("among", among, Circuit)
         graph.require(among.graph.identity)
-        require_integer("n", n, least=0, most=len(among))
+        require_integer("n", n, least=0)
+        if n > len(among):
+            raise ValueError(f"among must have at least n edges ({n}); got {len(among)}")
         # The numbers are from 0 to 1, so all other edges are weaker.
         random_numbers -= (~among.kept).float()
-    kept = largest(random_numbers, n, graph)
-    if connected:
-        allowed = graph.allowed if among is None else among.kept
-        kept = _backward(graph, random_numbers, n, exact=True, allowed=allowed)
-        return Circuit(graph, kept).pruned()
-    return Circuit(graph, kept)
+    if not connected:
+        return Circuit(graph, largest(random_numbers, n, graph))
+    require_integer("n", n, least=0, most=int(graph.allowed.sum()))
+    whole = Circuit(graph, graph.allowed) if among is None else among
+    return _thinned(whole, random_numbers, n)
+
+
+def _thinned(circuit: Circuit, random_numbers: Float[Tensor, "writer reader"], n: int) -> Circuit:
+    """Return a circuit from which random edges are removed until `n` edges on paths are left.
+
+    Args:
+        circuit: the circuit, without scores in the result.
+        random_numbers: a number for each edge. Edges with small numbers are removed first.
+        n: the number of edges that must be left.
+    """
+    left = Circuit(circuit.graph, circuit.kept).pruned()
+    waiting = left.kept.nonzero()
+    waiting = waiting[random_numbers[waiting[:, 0], waiting[:, 1]].argsort(stable=True)]
+    at_once = len(left) - n
+    while len(left) > n and len(waiting):
+        at_once = min(at_once, len(left) - n)
+        removed = waiting[:at_once]
+        kept = left.kept.clone()
+        kept[removed[:, 0], removed[:, 1]] = False
+        thinner = Circuit(circuit.graph, kept).pruned()
+        if len(thinner) >= n:
+            left = thinner
+            waiting = waiting[at_once:]
+            waiting = waiting[left.kept[waiting[:, 0], waiting[:, 1]]]
+        elif at_once > 1:
+            at_once //= 2
+        else:
+            # The circuit needs this edge.
+            waiting = waiting[1:]
+    return Circuit(circuit.graph, left.kept)
+
+
+def random_pool(graph: Graph, strength: Float[Tensor, "writer reader"], n: int) -> Circuit:
+    """Return the edges that random circuits of `n` edges are drawn from by default.
+
+    They are the `2 * n` strongest edges, which `greedy` selects with `exact=True`. They are all
+    edges of the graph if it has fewer edges, or if the strength of an edge is unknown.
+
+    Args:
+        graph: the graph of the model.
+        strength: the strength of each edge; NaN if it is unknown.
+        n: the number of edges of a random circuit.
+    """
+    n_edges = int(graph.allowed.sum())
+    if 2 * n >= n_edges or not strength[graph.allowed].isfinite().all():
+        return Circuit(graph, graph.allowed)
+    return Circuit(graph, _backward(graph, strength, 2 * n, exact=True))
 
 
 def strengths(graph: Graph, scores: Result, signed: bool) -> Float[Tensor, "writer reader"]:

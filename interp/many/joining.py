@@ -8,7 +8,8 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,12 @@ from torch import Tensor
 
 from hooks.base import shown, warn
 from interp.effects import edges, integrated_gradients
-from interp.effects.evaluation import CircuitScores, scores_as_shares
+from interp.effects.evaluation import (
+    CircuitResults,
+    CircuitScores,
+    Faithfulness,
+    results_as_shares,
+)
 from interp.features.score_sums import ScoreSums
 from interp.inputs import parts as running
 from interp.inputs.copies import groups, same_values
@@ -34,7 +40,7 @@ _FINISHES: Mapping[str, Callable[..., Any]] = {
     "edges": edges.with_gaps,
     "integrated gradients": integrated_gradients.with_gaps,
     "shares": as_shares,
-    "circuit scores": scores_as_shares,
+    "circuit scores": results_as_shares,
     "largest": largest_of,
 }
 """The functions that finish joined results, by their names in files."""
@@ -333,39 +339,41 @@ def _joined_sums(
     return ScoreSums.together([outcome.result for outcome in outcomes])
 
 
-def _joined_scores(
+def _joined_circuit_results(
     outcomes: Sequence[Outcome], parts: Sequence[PartOfExamples], whole: Whole
-) -> CircuitScores:
-    """Return the criteria of a circuit for the examples of all parts."""
+) -> CircuitResults:
+    """Return the results about a circuit for the examples of all parts."""
+    first = outcomes[0].result
     joined = {}
-    for criterion in fields(CircuitScores):
-        results = [getattr(outcome.result, criterion.name) for outcome in outcomes]
-        of_criterion = zip(outcomes, results, strict=True)
-        joined[criterion.name] = _joined_results(
-            [replace(outcome, result=result) for outcome, result in of_criterion], parts, whole
+    for name in first.results():
+        results = [getattr(outcome.result, name) for outcome in outcomes]
+        of_name = zip(outcomes, results, strict=True)
+        joined[name] = _joined_results(
+            [replace(outcome, result=result) for outcome, result in of_name], parts, whole
         )
-    return CircuitScores(**joined)
+    return type(first)(**joined)
 
 
-def _scores_on_cpu(scores: CircuitScores) -> CircuitScores:
-    """Return the criteria of a circuit with all tensors on the CPU."""
-    return CircuitScores(
-        **{name: _result_on_cpu(result) for name, result in scores.results().items()}
-    )
+def _circuit_results_on_cpu(results: CircuitResults) -> CircuitResults:
+    """Return the results about a circuit with all tensors on the CPU."""
+    on_cpu = {name: _result_on_cpu(result) for name, result in results.results().items()}
+    return type(results)(**on_cpu)
 
 
-def _pack_scores(scores: CircuitScores) -> Packed:
-    """Return the criteria of a circuit as tensors and facts for a file."""
+def _pack_circuit_results(results: CircuitResults) -> Packed:
+    """Return the results about a circuit as tensors and facts for a file."""
     tensors: dict[str, Tensor] = {}
     facts: dict[str, Any] = {}
-    for name, result in scores.results().items():
+    for name, result in results.results().items():
         of_result, facts[name] = result.packed()
         tensors |= {f"{name}.{part}": tensor for part, tensor in of_result.items()}
     return tensors, facts
 
 
-def _unpack_scores(tensors: dict[str, Tensor], facts: dict[str, Any]) -> CircuitScores:
-    """Return the criteria of a circuit from the tensors and facts of a file."""
+def _unpack_circuit_results(
+    kind: type[CircuitResults], tensors: dict[str, Tensor], facts: dict[str, Any]
+) -> CircuitResults:
+    """Return the results about a circuit from the tensors and facts of a file."""
     results = {}
     for name, of_result in facts.items():
         prefix = f"{name}."
@@ -375,7 +383,7 @@ def _unpack_scores(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Circuit
             if key.startswith(prefix)
         }
         results[name] = Result.unpacked(parts, of_result)
-    return CircuitScores(**results)
+    return kind(**results)
 
 
 def _result_on_cpu(result: Result) -> Result:
@@ -426,6 +434,17 @@ def _same(result: Any) -> Any:
     return result
 
 
+def _of_circuits(kind: type[CircuitResults]) -> _Kind:
+    """Return a kind of results about a circuit."""
+    return _Kind(
+        kind,
+        join=_joined_circuit_results,
+        on_cpu=_circuit_results_on_cpu,
+        pack=_pack_circuit_results,
+        unpack=partial(_unpack_circuit_results, kind),
+    )
+
+
 _KINDS = (
     _Kind(Result, _joined_results, _result_on_cpu, Result.packed, Result.unpacked),
     _Kind(TopActivations, _joined_largest, _same, _pack_largest, _unpack_largest),
@@ -436,7 +455,8 @@ _KINDS = (
         StatisticsByPoint.packed,
         StatisticsByPoint.unpacked,
     ),
-    _Kind(CircuitScores, _joined_scores, _scores_on_cpu, _pack_scores, _unpack_scores),
+    _of_circuits(CircuitScores),
+    _of_circuits(Faithfulness),
     _Kind(ScoreSums, _joined_sums, _same, ScoreSums.packed, ScoreSums.unpacked),
 )
 

@@ -42,12 +42,72 @@ def share(values, none, whole):
 
 
 def test_faithfulness_is_a_share_of_the_whole_effect():
-    found = faithfulness(GRAPH.model, PAIRS, Circuit(GRAPH, KEPT), seed=3)
+    everything = Circuit(GRAPH, EDGES)
+    options = dict(n_random=3, among=everything, seed=4)
+    found = faithfulness(GRAPH.model, PAIRS, Circuit(GRAPH, KEPT), **options)
     none, whole = metric([]), metric(EDGES)
-    random = [*circuits.random(GRAPH, len(KEPT), 3)]
-    expected = torch.stack([share(metric(edges), none, whole) for edges in (KEPT, random)])
-    torch.testing.assert_close(found.mean(), expected)
-    assert found.labels["circuit"] == ("circuit", "random")
+    expected = share(metric(KEPT), none, whole)
+    torch.testing.assert_close(found.circuit.mean(), expected[None])
+    drawn = [circuits.random(GRAPH, len(KEPT), seed, connected=True) for seed in (4, 5, 6)]
+    assert len({*map(tuple, drawn)}) == 3
+    shares = torch.stack([share(metric(edges), none, whole) for edges in drawn])
+    torch.testing.assert_close(found.random.mean(), shares)
+    assert found.random.labels["draw"] == (4, 5, 6)
+    assert found.n_as_good == sum(shares >= expected)
+    assert f"{found.n_as_good} of 3 random circuits" in repr(found)
+    assert f"drawn from all {len(EDGES)} edges" in repr(found)
+    low, median, high = sorted(shares.tolist())
+    assert f"random, median  {median:+.4g}" in repr(found)
+    assert f"random, range   {low:+.4g} to {high:+.4g}" in repr(found)
+
+
+def test_random_circuits_that_do_as_well_are_counted():
+    # The circuit lacks the strongest edge, so most draws of its edges and this edge do better.
+    model = pydoc()
+    pairs = Pairs("def __ini", "def __nam", ("t", "e")).read_by(model)
+    nodes = Graph(model)
+    strongest = circuits.greedy(nodes, edge_attribution(model, pairs), 24, exact=True)
+    weak = Circuit(nodes, [edge for edge in strongest if not edge.startswith("m2->logits")])
+    with pytest.warns(UserWarning, match="found on"):
+        found = faithfulness(model, pairs, strongest, n_random=2, among=strongest)
+    assert found.n_as_good == 2
+    found = faithfulness(model, pairs, weak, n_random=8, among=strongest, seed=1)
+    none, whole = (measure(pairs.metric, run_circuit(model, pairs, e)) for e in ([], nodes.edges))
+    own = share(measure(pairs.metric, run_circuit(model, pairs, weak)), none, whole)
+    as_good = 0
+    for seed in range(1, 9):
+        drawn = circuits.random(nodes, len(weak), seed, connected=True, among=strongest)
+        as_good += (
+            share(measure(pairs.metric, run_circuit(model, pairs, drawn)), none, whole) >= own
+        )
+    assert found.n_as_good == as_good
+    assert 0 < as_good < 8
+
+
+def test_random_circuits_that_do_nothing_are_said_to_show_little():
+    model = pydoc()
+    pairs = Pairs("def __ini", "def __nam", ("t", "e")).read_by(model)
+    nodes = Graph(model)
+    path = Circuit(nodes, ["input->m0", "m0->m2", "m2->logits"])
+    assert "says little" in repr(faithfulness(model, pairs, path))
+    known = circuits.greedy(nodes, edge_attribution(model, pairs), 20)
+    with pytest.warns(UserWarning, match="found on"):
+        assert "says little" not in repr(faithfulness(model, pairs, known))
+
+
+def test_the_sizes_of_random_circuits_are_printed():
+    # A path of two edges may be left, or a path of three edges that needs each of them.
+    first, second = ["input->m0", "m0->logits"], ["input->a0.h1<q>", "a0.h1->m1", "m1->logits"]
+    pool, circuit = Circuit(GRAPH, [*first, *second]), Circuit(GRAPH, ["input->m1", "m1->logits"])
+    found = faithfulness(GRAPH.model, PAIRS, circuit, n_random=9, among=pool)
+    drawn = [circuits.random(GRAPH, 2, n, connected=True, among=pool) for n in range(9)]
+    assert {frozenset(each) for each in drawn} == {frozenset(first), frozenset(second)}
+    assert "9 random circuits of 2 to 3 edges do as well, drawn from 5 given edges" in repr(found)
+    few = Circuit(GRAPH, ["input->logits"])
+    with pytest.raises(ValueError, match=r"among must have at least n edges \(2\); got 1"):
+        faithfulness(GRAPH.model, PAIRS, circuit, among=few)
+    with pytest.raises(ValueError, match="n_random must be"):
+        faithfulness(GRAPH.model, PAIRS, circuit, n_random=0)
 
 
 def test_a_mean_can_take_the_place_of_the_other_text():
@@ -56,14 +116,15 @@ def test_a_mean_can_take_the_place_of_the_other_text():
         source = GRAPH.mean(cache)
     found = faithfulness(GRAPH.model, PAIRS, Circuit(GRAPH, KEPT), source=source)
     ends = metric([], source=source), metric(EDGES, source=source)
-    torch.testing.assert_close(found.mean()[0], share(metric(KEPT, source=source), *ends))
+    torch.testing.assert_close(found.circuit.mean()[0], share(metric(KEPT, source=source), *ends))
 
 
 def test_examples_that_run_separately_get_their_own_source(monkeypatch):
     together = faithfulness(GRAPH.model, PAIRS, Circuit(GRAPH, KEPT))
     monkeypatch.setattr("interp.runs.masked._QUICK", 1)
     apart = faithfulness(GRAPH.model, PAIRS, Circuit(GRAPH, KEPT))
-    torch.testing.assert_close(apart.values, together.values)
+    torch.testing.assert_close(apart.circuit.values, together.circuit.values)
+    torch.testing.assert_close(apart.random.values, together.random.values)
 
 
 def test_the_criteria_leave_out_one_node_at_a_time():
@@ -141,7 +202,11 @@ def test_a_curve_has_the_areas_of_the_benchmark():
         each = torch.from_numpy(trapezoid(heights[kind], SHARES, axis=0))
         ends = [end.item() for end in interval(each[None], (whole - none) / gap.mean())]
         assert (measured.low, measured.high) == pytest.approx(ends, rel=1e-4)
-    random = [metric(circuits.random(GRAPH, int(p * len(EDGES)), 2)) for p in SHARES]
+    random = []
+    for p in SHARES:
+        n = int(p * len(EDGES))
+        few = circuits.greedy(GRAPH, scores, min(2 * n, len(EDGES)), exact=True)
+        random.append(metric(circuits.random(GRAPH, n, 2, connected=True, among=few)))
     expected = torch.stack([share(values, none, whole) for values in random])
     torch.testing.assert_close(found.random.mean(), expected)
     pytest.importorskip("matplotlib", reason="needs the extra plots")
@@ -192,7 +257,7 @@ def test_a_circuit_with_separate_embeddings():
             pairs.metric(run_circuit(model, pairs, given, split_embeddings=True))
             for given in (kept, [], nodes.edges)
         )
-    torch.testing.assert_close(measured.mean()[0], share(own, none, whole))
+    torch.testing.assert_close(measured.circuit.mean()[0], share(own, none, whole))
     with pytest.raises(ValueError, match="max_bytes"):
         faithfulness(model, pairs, Circuit(nodes, kept), max_bytes=100)
 
@@ -235,19 +300,33 @@ def test_circuits_that_cannot_be_measured_are_errors():
 
 
 @pytest.mark.filterwarnings("ignore:the circuit was found on")
-def test_random_edges_may_be_drawn_from_the_strongest_edges():
+def test_random_edges_are_drawn_from_the_strongest_edges():
     model = pydoc()
     pairs = Pairs("def __ini", "def __nam", ("t", "e")).read_by(model)
     nodes = Graph(model)
     scores = edge_attribution(model, pairs)
     circuit = circuits.greedy(nodes, scores, 12, exact=True)
-    strongest = circuits.top(nodes, scores, 40)
-    given = dict(connected=True, among=strongest)
-    found = faithfulness(model, pairs, circuit, seed=3, **given).select(circuit="random").values
-    drawn = circuits.random(nodes, 12, 3, **given)
+    strongest = circuits.greedy(nodes, scores, 24, exact=True)
+    found = faithfulness(model, pairs, circuit, n_random=1, seed=3)
+    drawn = circuits.random(nodes, 12, 3, connected=True, among=strongest)
     none, kept, whole = (
         measure(pairs.metric, run_circuit(model, pairs, edges))
         for edges in ([], drawn, nodes.edges)
     )
-    torch.testing.assert_close(found, (kept - none) / (whole - none))
-    assert abs(float(found)) > 1e-3
+    torch.testing.assert_close(found.random.values[0], (kept - none) / (whole - none))
+    assert abs(float(found.random.values)) > 1e-3
+    given = faithfulness(model, pairs, circuit, n_random=1, seed=3, among=strongest)
+    assert torch.equal(given.random.values, found.random.values)
+    helping = circuits.greedy(nodes, scores, 12, signed=True, exact=True)
+    drawn = faithfulness(model, pairs, helping, n_random=1, seed=3)
+    strongest_help = circuits.greedy(nodes, scores, 24, signed=True, exact=True)
+    assert {*strongest_help} != {*strongest}
+    given_help = faithfulness(model, pairs, helping, n_random=1, seed=3, among=strongest_help)
+    assert torch.equal(drawn.random.values, given_help.random.values)
+    assert "24 given edges" in repr(given)
+    n = int(0.05 * len(nodes.edges))
+    curve = circuit_curve(model, pairs, nodes, scores, shares=(0.05, 1.0), seed=3)
+    strongest = circuits.greedy(nodes, scores, 2 * n, exact=True)
+    drawn = circuits.random(nodes, n, 3, connected=True, among=strongest)
+    kept = measure(pairs.metric, run_circuit(model, pairs, drawn))
+    torch.testing.assert_close(curve.random.values[0], (kept - none) / (whole - none))

@@ -149,10 +149,12 @@ def test_a_circuit_may_have_exactly_as_many_edges_as_asked(n):
     assert {*circuit} == connected(taken)
     # Two edges may be impossible: the strongest edges into the logits need longer paths.
     assert len(circuit) == n or n == 2
+    assert circuit.n_left_out == 0
     drawn = [random(GRAPH, n, seed, connected=True) for seed in range(3)]
     for each in drawn:
         assert len(connected([*each])) == len(each)
-        assert len(each) == n or n == 2
+        # A path of two or three edges may be left, which needs each of them.
+        assert len(each) == n or n < len(each) <= 3
     assert n not in (17, 60) or drawn[0] != drawn[1]
 
 
@@ -170,8 +172,23 @@ def test_random_edges_may_be_drawn_from_a_circuit():
     for each in drawn[1::2]:
         assert {*each} == connected([*each])
     assert len({tuple(each) for each in drawn}) == len(drawn)
-    with pytest.raises(ValueError, match=f"n must be .* {len(strongest)}"):
+    n_edges = len(strongest)
+    with pytest.raises(ValueError, match=rf"among must .* \({n_edges + 1}\); got {n_edges}"):
         random(GRAPH, len(strongest) + 1, among=strongest)
+
+
+@pytest.mark.parametrize("pool", [30, 60, len(EDGES)])
+def test_random_edges_on_paths_are_more_only_if_the_circuit_needs_each_edge(pool):
+    among = greedy(GRAPH, scored(0), pool, exact=True)
+    n_larger = 0
+    for n in (3, 5, 15, 24):
+        for seed in range(6):
+            drawn = random(GRAPH, n, seed, connected=True, among=among)
+            assert len(drawn) >= n
+            if len(drawn) > n:
+                n_larger += 1
+                assert all(len(connected({*drawn} - {edge})) < n for edge in drawn)
+    assert n_larger < 4
 
 
 def test_a_circuit_without_a_node_has_none_of_its_edges():

@@ -41,11 +41,13 @@ def test_gradients_miss_edges_with_saturation(name):
 def test_the_known_circuit_is_faithful_complete_and_minimal(name):
     model, pairs, graph, known = case(name, is_saturated=True)
     scores = evaluate_circuit(model, pairs, known)
-    own, random = faithfulness(model, pairs, known).mean().tolist()
+    found = faithfulness(model, pairs, known)
+    own = found.circuit.mean().item()
     assert scores.faithfulness.mean().item() == own == pytest.approx(1, abs=0.01)
-    assert abs(random) < 0.5
+    assert found.n_as_good == 0
+    assert found.random.mean().median().abs() < 0.5
     rest = scores.completeness.values
     torch.testing.assert_close(rest, torch.zeros_like(rest), atol=1e-9, rtol=0)
     assert (scores.minimality.mean() > 0.1).all()
     wider = known | Circuit(graph, ["input->m0"] if name == "comparison" else ["a0.h0->a1.h2<k>"])
-    assert faithfulness(model, pairs, wider).mean()[0] == pytest.approx(own)
+    assert faithfulness(model, pairs, wider).circuit.mean().item() == pytest.approx(own)

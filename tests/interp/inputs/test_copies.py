@@ -193,8 +193,8 @@ TABLES = {
         m, pairs, "mlp_out", "layer", edit=edits.zero()
     ),
     "sweep": lambda m, pairs: sweep(m, pairs, [WITHOUT_MLP], log_prob(3)),
-    "faithfulness": lambda m, pairs: faithfulness(m, pairs, half(m)),
-    "zeros": lambda m, pairs: faithfulness(m, pairs, half(m), "zero"),
+    "faithfulness": lambda m, pairs: faithfulness(m, pairs, half(m)).circuit,
+    "zeros": lambda m, pairs: faithfulness(m, pairs, half(m), "zero").circuit,
     "null spaces": exchanged,
     "steering": steered,
 }
@@ -219,8 +219,8 @@ def test_pairs_with_the_same_clean_text_are_copies_if_only_it_is_read(model):
     corrupted = once.corrupted[[0, 1, 2, 3, 4, 0]]
     pairs = Pairs(clean, corrupted, torch.tensor([[3, 1]] * 6))
     kept = half(model)
-    assert faithfulness(model, pairs, kept).groups is None
-    assert faithfulness(model, pairs, kept, "zero").groups == (0, 1, 2, 0, 3, 4)
+    assert faithfulness(model, pairs, kept).circuit.groups is None
+    assert faithfulness(model, pairs, kept, "zero").circuit.groups == (0, 1, 2, 0, 3, 4)
 
 
 def test_copies_count_once_in_tables_of_a_cache(model):

@@ -146,7 +146,10 @@ def test_shares_are_divided_by_the_mean_of_all_examples(model, circuit, out, tmp
     whole = faithfulness(model, PAIRS, circuit)
     scores = evaluate_circuit(model, PAIRS, circuit)
     for _ in range(2):
-        require_equal(over_examples(faithfulness, make_model, PAIRS, circuit, **options), whole)
+        joined = over_examples(faithfulness, make_model, PAIRS, circuit, **options)
+        for name in ("circuit", "random"):
+            require_equal(getattr(joined, name), getattr(whole, name))
+        assert repr(joined) == repr(whole)
         joined = over_examples(evaluate_circuit, make_model, PAIRS, circuit, **options)
         for name in ("faithfulness", "completeness", "minimality"):
             require_equal(getattr(joined, name), getattr(scores, name))
