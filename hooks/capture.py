@@ -28,7 +28,8 @@ from hooks.base import (
 from hooks.base.errors import CacheError, HookError, MemoryLimitError
 from hooks.base.masks import NO_PADDING, TextMasks
 from hooks.base.memory import Bound
-from hooks.base.pieces import piece_is_known
+from hooks.base.pieces import piece_is_known, with_ends
+from hooks.base.selection import KeyMask
 from hooks.base.transfer import Copies, private
 from hooks.modes import Options
 from hooks.point import HookPoint, Point, as_node, first_tensor, require_unsplit
@@ -102,6 +103,8 @@ class Recorder:
         self._parts: dict[str, list[Tensor]] = {}
         # The piece of texts with padding that each point read, in the order in which points fired.
         self._pieces: dict[str, Piece] = {}
+        # In a joined run: the first piece of each point.
+        self._first_pieces: dict[str, Piece] = {}
         self._keeps_calls = self.options.keeps_calls
         self._views: list[str] = []
 
@@ -148,7 +151,10 @@ class Recorder:
         except HookError as error:
             self.skip(point, error)
         self.fired.add(name)
-        if (piece := piece_read()).has_masks:
+        piece = piece_read()
+        if self.joined:
+            self._first_pieces.setdefault(name, piece)
+        if piece.has_masks:
             self.note(name, piece)
         if self.stops and len(self.fired) == len(self.points):
             raise Complete(self)
@@ -164,6 +170,30 @@ class Recorder:
         if before is None or not piece.has_masks_of(before):
             start = (before or piece).start
             self._pieces[name] = Piece(start, piece.real, others=piece.others)
+
+    def end_rows(self, new: KeyMask) -> None:
+        """Change the masks of a joined run: the columns after the end of a row are not real.
+
+        Args:
+            new: the mask of the last columns, [batch, pos]; see `RowEnds.new_columns`.
+        """
+        pieces: dict[str, Piece] = {}
+        # Points of the same texts must have the same tensor as their mask.
+        masks: dict[int, KeyMask] = {}
+        for name, first in self._first_pieces.items():
+            known = self._pieces.get(name)
+            piece = known or first
+            real = piece.real
+            if piece.start is not None and name in self.values:
+                if id(real) not in masks:
+                    axis = _position_axis(name, self.points[name].axes)
+                    columns = piece.start + self.values[name].shape[axis]
+                    before = torch.ones(len(new), columns, dtype=torch.bool)
+                    masks[id(real)] = with_ends(before if real is None else real.bool(), new)
+                pieces[name] = Piece(piece.start, masks[id(real)], others=piece.others)
+            elif known is not None:
+                pieces[name] = known
+        self._pieces = pieces
 
     def masks(self) -> TextMasks:
         """Return the masks of the texts that points read."""

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from hooks.base import config_hash, weights_hash
 from hooks.base._torch import written
 from hooks.base.errors import CacheError
+from hooks.base.pieces import with_ends
+from hooks.base.selection import KeyMask
+from hooks.base.text import text_of_inputs
 from hooks.base.transfer import private
 
 _KEPT_INPUTS = (type(None), bool, int, float, str)
@@ -152,7 +155,8 @@ class JoinedInputs:
     A generation runs the model once for each new token. `joined` returns
 
     1. tensors [batch, pos], such as tokens, of all runs, joined along the positions;
-    2. the mask of the last run, which covers all columns so far;
+    2. the mask of the last run, which covers all columns so far. It is False after the end of a row
+       that ended before the others;
     3. numbers and strings that were the same in all runs.
 
     Args:
@@ -170,8 +174,13 @@ class JoinedInputs:
         args, kwargs = prepared(self._model, args, kwargs)
         self._runs.append(inputs_of(self._signature, args, kwargs))
 
-    def joined(self) -> dict[str, Any]:
-        """Return the arguments of all runs together, by the parameter names of `forward`."""
+    def joined(self, new: KeyMask | None = None) -> dict[str, Any]:
+        """Return the arguments of all runs together, by the parameter names of `forward`.
+
+        Args:
+            new: the mask of the last columns, if a row ended before the others; see
+                `RowEnds.new_columns`. The result then has an `attention_mask`.
+        """
         if not self._runs:
             return {}
         inputs: dict[str, Any] = {}
@@ -184,6 +193,10 @@ class JoinedInputs:
                 inputs[name] = torch.cat(values, 1)
             elif len(values) == len(self._runs) and _are_equal_numbers(values):
                 inputs[name] = values[0]
+        texts = text_of_inputs(inputs)
+        if new is not None and texts is not None:
+            real = inputs.get("attention_mask", torch.ones_like(texts.tokens, dtype=torch.bool))
+            inputs["attention_mask"] = with_ends(real, new)
         return inputs
 
 

@@ -43,6 +43,7 @@ from hooks.base._torch import state_of, written
 from hooks.base.draws import Draws
 from hooks.base.errors import ModeError, NeverFiredError
 from hooks.base.hints import how_to_mark
+from hooks.base.pieces import RowEnds, noting_ends
 from hooks.cache import ActivationCache
 from hooks.capture import Complete, Recorder, Request, memory_in
 from hooks.edit import EditedPoint, HookContext, HookHandle, Hooks, edited_points
@@ -655,12 +656,20 @@ class HookedRunner(HintsAtNames, Generic[Output], metaclass=HintedClass):
         def note_inputs(session: Session) -> None:
             session.before(self.model, inputs.note)
 
-        output = self._recorded(
-            run, args, kwargs=kwargs, recorder=recorder, listeners=[note_inputs, recorder.listen]
-        )
+        ends = RowEnds(self._modules)
+        with noting_ends(ends):
+            output = self._recorded(
+                run,
+                args,
+                kwargs=kwargs,
+                recorder=recorder,
+                listeners=[note_inputs, recorder.listen],
+            )
         is_unread = isinstance(output, Iterator)
         recorder.finish(_UNREAD if is_unread else self._why_not_reached(recorder), output)
-        return output, self._cache(recorder, recorder.values, inputs.joined())
+        if (new := ends.new_columns()) is not None:
+            recorder.end_rows(new)
+        return output, self._cache(recorder, recorder.values, inputs.joined(new))
 
     def _recorded(
         self,

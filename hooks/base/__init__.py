@@ -101,11 +101,13 @@ from hooks.base.pieces import (
     Piece,
     mark_padding,
     n_moved_columns,
+    note_running,
     padding_of,
     piece_is_known,
     piece_read,
     prompts_moved,
     reading,
+    row_ends,
 )
 from hooks.base.processes import Shards, is_whole, mesh_of, whole
 from hooks.base.progress import Count, progress_bar, progress_of, shows_progress
@@ -247,6 +249,7 @@ __all__ = [
     "named_spans",
     "names_fields",
     "norm_rounding",
+    "note_running",
     "number_of",
     "number_of_call",
     "number_of_texts",
@@ -276,6 +279,7 @@ __all__ = [
     "require_readable",
     "require_room",
     "require_rows",
+    "row_ends",
     "run_rounding",
     "seeded",
     "shown",

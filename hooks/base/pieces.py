@@ -5,18 +5,19 @@ generation, reads only the columns after the cached ones. Hooks still count posi
 of the text, so they need to know the piece.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
 from hooks.base._torch import has_storage
 from hooks.base.errors import require_integer
 from hooks.base.scoped import Scoped
 from hooks.base.selection import TEXT_AXES, KeyMask, real_columns
+from hooks.base.transfer import to_device
 
 Columns = list[list[int]]
 """The real columns of each text."""
@@ -216,7 +217,52 @@ class _PaddingOf(NamedTuple):
     real: KeyMask
 
 
+class RowEnds:
+    """The ends of the rows of a generation, for the cache of the generation.
+
+    A row that has ended still gets tokens while other rows continue. These tokens are no text. The
+    function that generates tells which new columns belong to the text of each row (`note_running`).
+
+    Args:
+        modules: the model that the cache belongs to, and its modules. Generations of other models
+            are ignored.
+    """
+
+    def __init__(self, modules: Collection[nn.Module]) -> None:
+        self._modules = {*modules}
+        self._columns: list[Tensor] = []
+
+    def note(self, model: object, running: Shaped[Tensor, "batch pos"]) -> None:
+        """Store which rows new columns belong to; see `note_running`."""
+        if model in self._modules:
+            self._columns.append(running)
+
+    def new_columns(self) -> KeyMask | None:
+        """Return the mask [batch, pos] of the last columns, on the CPU.
+
+        It is True at columns that belong to the text of a row. The result is None if all rows ended
+        together.
+        """
+        if not self._columns:
+            return None
+        mask = torch.cat(self._columns, 1).cpu()
+        return None if bool(mask.all()) else mask
+
+
+def with_ends(real: KeyMask, new: Shaped[Tensor, "batch new"]) -> KeyMask:
+    """Return a mask of real tokens that is also False after the end of each row.
+
+    Args:
+        real: the mask of all columns, [batch, key]. Its dtype does not change.
+        new: the mask of the last columns; see `RowEnds.new_columns`.
+    """
+    changed = real.clone()
+    changed[:, -new.shape[1] :] *= to_device(new, real.device)
+    return changed
+
+
 _WHOLE = Piece()
+_row_ends = Scoped[RowEnds | None]("ends of rows", None)
 _piece = Scoped("piece", _WHOLE)
 _moved = Scoped("moved prompts", 0)
 
@@ -257,6 +303,29 @@ def position_offset(
 def reading(piece: Piece) -> AbstractContextManager[None]:
     """Return a context manager inside which runs read a piece of their texts."""
     return _piece.set(piece)
+
+
+def noting_ends(ends: RowEnds) -> AbstractContextManager[None]:
+    """Return a context manager inside which `note_running` stores the ends of rows in `ends`."""
+    return _row_ends.set(ends)
+
+
+def row_ends() -> RowEnds | None:
+    """Return the object that stores the ends of rows, or None if no cache needs them."""
+    return _row_ends.get()
+
+
+def note_running(model: nn.Module, running: Shaped[Tensor, "batch pos"]) -> None:
+    """Tell the cache of a generation which new columns belong to the text of each row.
+
+    Nothing happens if the generation is not cached.
+
+    Args:
+        model: the model that generates.
+        running: True for each new column that the model reads while the row continues.
+    """
+    if (ends := _row_ends.get()) is not None:
+        ends.note(model, running)
 
 
 def prompts_moved(n_columns: int) -> AbstractContextManager[None]:

@@ -42,12 +42,13 @@ from hooks.base import (
     memory_of,
     padding_messages,
     reading,
+    row_ends,
     shown,
     tensors_in,
     with_first_tensor,
 )
 from hooks.shared import Wire, is_listened_to
-from models.attached.original import HOOKED
+from models.attached.original import HOOKED, is_encoder_decoder
 from models.checks import should_read
 from models.running.masks import as_boolean
 
@@ -120,7 +121,68 @@ class Generate(Replaced):
                 "attached = attach(model)"
             )
         with _generation.set({}):
-            return self.inner(*args, **kwargs)
+            output = self.inner(*args, **kwargs)
+        if (ends := row_ends()) is not None:
+            model: Any = getattr(self.inner, "__self__", None)
+            named = dict(zip(_OF_GENERATE, args, strict=False)) | kwargs
+            if (running := _running(model, output, named)) is not None:
+                ends.note(model, running)
+        return output
+
+
+_OF_GENERATE = ("inputs", "generation_config", "logits_processor", "stopping_criteria")
+"""The first parameters of `generate`, in order."""
+
+
+def _running(model: Any, output: Any, named: Mapping[str, Any]) -> Tensor | None:
+    """Return which new columns of a generation belong to the text of each row, [batch, pos].
+
+    The last token of a row, such as its stop token, is not read if the row is alone. So its column
+    does not belong to the text. The last new token of all rows is never read and has no column. The
+    result is None for a single row, and if no column was read after the prompt.
+
+    Args:
+        model: the model that generated.
+        output: the output of its `generate`.
+        named: the arguments of `generate`, by name.
+
+    Raises:
+        HookError: if rows may have ended at other tokens than the end-of-text tokens of the call,
+            and the tokens do not show where.
+    """
+    tokens: Tensor = getattr(output, "sequences", output)
+    config = named.get("generation_config")
+
+    def setting(name: str) -> Any:
+        if name in named:
+            return named[name]
+        of_call = getattr(config, name, None)
+        return getattr(model.generation_config, name, None) if of_call is None else of_call
+
+    prompts = [named.get(name) for name in ("inputs", "input_ids")]
+    width = next((len(text[0]) for text in prompts if isinstance(text, Tensor)), 0)
+    if is_encoder_decoder(model):
+        decoded = named.get("decoder_input_ids")
+        width = len(decoded[0]) if isinstance(decoded, Tensor) else 1
+    new = tokens[:, width:]
+    if len(new) < 2 or new.shape[1] < 2:
+        return None
+    ends, pad = setting("eos_token_id"), setting("pad_token_id")
+    ends = torch.as_tensor([] if ends is None else ends, device=new.device).flatten()
+    pads = torch.as_tensor([] if pad is None else pad, device=new.device).flatten()
+    is_end = torch.isin(new, ends)
+    if setting("stop_strings") or named.get("stopping_criteria"):
+        if not len(ends) or not len(pads) or bool(torch.isin(pads, ends).any()):
+            raise HookError(
+                "a cached generation of several texts with stop_strings= or stopping_criteria= "
+                "must show where each text ends: pass eos_token_id=, and a pad_token_id= that is "
+                "not one of its tokens"
+            )
+        # The padding after the end of a row reaches the last column.
+        later = torch.isin(new, pads).int().flip(1).cummin(1).values.flip(1).bool()
+        is_end |= later.roll(-1, 1) & ~later
+    # A row continues while it has no end up to this token.
+    return (is_end.cumsum(1) == 0)[:, :-1]
 
 
 class StackForward(Replaced):

@@ -32,6 +32,7 @@ from hooks.base import (
     is_integer,
     is_one_text,
     language_of,
+    note_running,
     prompts_moved,
     refuse,
     require_integer,
@@ -103,8 +104,10 @@ def generate(
 
     Hooks act in every step. To cache the values of all steps, use
     `runner.run_with_cache(prompts, run=functools.partial(generate, model, max_new_tokens=20))`. The
-    positions of this cache are the prompt and all new tokens except the last, which the model does
-    not read.
+    positions of a row in this cache are its prompt and its new tokens except the last, as in a
+    generation of this row alone. The last token, which may be a stop token, is not read. If other
+    rows continue, the later columns of the row count as padding: the mask of the cache is False
+    there, and `pos=-1` is the token before the last.
 
     Args:
         model: a model in evaluation mode.
@@ -548,7 +551,9 @@ def _steps(
     device = model.unembedding.weight.device
     stops = to_device(torch.tensor(stop, dtype=torch.int64), device)
     running = torch.ones(len(tokens), dtype=torch.bool, device=device)
-    for _ in range(count):
+    for step_number in range(count):
+        if step_number:
+            note_running(model, running[:, None])
         logits = read(tokens)
         new, largest = sampling.choose_unchecked(logits, generators, running if stop else None)
         step = Step(new.clone(), running.clone(), logits)

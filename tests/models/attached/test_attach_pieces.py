@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 
-from hooks import HookedRunner, start_of_piece
+from hooks import HookedRunner, HookError, start_of_piece
 from interp import edits, head_scores, logit_lens
 from models import attach, skip_token_checks
 from tests import attachable
@@ -394,3 +394,70 @@ def test_a_query_without_keys_attends_to_nothing(name, side):
         runner.run_with_hooks(tokens, **given, hooks=hooks).logits[mask > 0].sum().backward()
     gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
     assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize(
+    "how", ["eos", "dict", "config", "criteria", "t5", "embeddings", "sampled"]
+)
+@torch.no_grad()
+def test_a_cache_of_a_generation_ends_where_each_row_ends(how):
+    """A row that ends early has the numbers of a generation of this row alone."""
+    model = made("gpt2")
+    if how == "t5":
+        torch.manual_seed(0)
+        sizes = dict(vocab_size=31, d_model=24, d_kv=6, d_ff=20, num_layers=2, num_heads=3)
+        config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+        model = transformers.T5ForConditionalGeneration(config).eval()
+    tokens = torch.tensor([[3, 5, 7, 2], [4, 6, 9, 1], [8, 3, 5, 2]])
+    n_rows, names = 3, ["blocks.*.resid_post"]
+    if how == "t5":
+        names = ["decoder.blocks.*.resid_post"]
+    width = 1 if how == "t5" else 4
+    options = dict(max_new_tokens=6, do_sample=how in ("sampled", "t5"), use_cache=True)
+    if how == "sampled":
+        options |= dict(num_return_sequences=2)
+        n_rows = 6
+    torch.manual_seed(3)
+    free = model.generate(tokens, eos_token_id=None, **options)
+    # Row 0 ends at its second new token.
+    stop = int(free[0, width + 1])
+    ends = [row.index(stop) if stop in row else 5 for row in free[:, width:].tolist()]
+    assert len({*ends}) > 1
+    assert max(ends) > ends[0]
+    pad = next(n for n in range(1, 20) if n not in free.unique().tolist())
+    given = dict(eos_token_id=stop, pad_token_id=pad)
+    if how == "config":
+        given = dict(
+            generation_config=transformers.GenerationConfig(
+                eos_token_id=[stop], pad_token_id=pad, do_sample=False, max_new_tokens=6
+            )
+        )
+        del options["do_sample"], options["max_new_tokens"]
+    if how == "dict":
+        given |= dict(return_dict_in_generate=True)
+    if how == "criteria":
+        stops = lambda ids, scores, **_: ids[:, -1] == stop  # noqa: E731
+        given = dict(stopping_criteria=[stops], eos_token_id=pad + 1, pad_token_id=pad)
+    args = (tokens,)
+    if how == "embeddings":
+        args = ()
+        given |= dict(inputs_embeds=model.get_input_embeddings()(tokens))
+    attach(model)
+    runner = HookedRunner(model)
+    torch.manual_seed(3)
+    run = lambda: model.generate(*args, **options, **given)  # noqa: E731
+    _, cache = runner.run_with_cache(run=run, names=names)
+    counts = [width + end for end in ends]
+    assert cache.real().sum(1).tolist() == counts
+    last = cache.at(pos=-1)[names[0].replace("*", "0")]
+    for n in range(n_rows):
+        row = free[n : n + 1, : counts[n]]
+        inputs = (tokens[n : n + 1],) if how == "t5" else (row,)
+        decoded = dict(decoder_input_ids=row) if how == "t5" else {}
+        _, one = runner.run_with_cache(*inputs, **decoded, names=names)
+        torch.testing.assert_close(last[n], one[names[0].replace("*", "0")][0, -1])
+    if how == "criteria":
+        unclear = dict(stopping_criteria=[stops], eos_token_id=pad, pad_token_id=pad)
+        run = lambda: model.generate(tokens, **options, **unclear)  # noqa: E731
+        with pytest.raises(HookError, match="where each text ends.*pad_token_id"):
+            runner.run_with_cache(run=run, names=names)

@@ -1,5 +1,6 @@
 """Generation, compared with a full run of the model for every token, and with transformers."""
 
+import copy
 import functools
 import re
 from collections import Counter
@@ -11,7 +12,7 @@ from torch.compiler import set_stance
 
 from hooks import HookedRunner, SelectionError
 from hooks.base import Text
-from interp import edits
+from interp import direct_logit_attribution, edits, head_scores
 from models import (
     Sampling,
     Transformer,
@@ -32,6 +33,7 @@ from tests.models.running.written import (
     continued,
     mistral,
 )
+from tests.shipped import pydoc
 
 
 def calls(model):
@@ -661,3 +663,55 @@ def test_columns_of_prompts_of_an_attached_model_are_refused():
         assert equal[1] == attached.continuations([[5, 2, 6]], max_new_tokens=2)[0]
         with pytest.raises(SelectionError, match="generate one prompt at a time"):
             attached.continuations([[3, 1, 4], [5, 2]], max_new_tokens=2)
+
+
+@torch.no_grad()
+def test_a_cache_of_a_generation_ends_where_each_row_ends():
+    """A row that ends early has the numbers of a generation of this row alone."""
+    model = pydoc()
+    stop, prompts = model.to_id(" "), ["Return the", "impor"]
+    runner = HookedRunner(model)
+    run = functools.partial(generate, model, max_new_tokens=12, stop=stop)
+    rows, cache = runner.run_with_cache(prompts, run=run)
+    alone = [generate(model, prompt, max_new_tokens=12, stop=stop)[0] for prompt in prompts]
+    assert rows == alone
+    assert len({len(row) - len(prompt) for row, prompt in zip(rows, prompts, strict=True)}) == 2
+    # `generate` alone does not read the last token of a row.
+    counts = [len(row) - 1 for row in alone]
+    assert cache.real().sum(1).tolist() == counts
+    assert cache.inputs["attention_mask"].sum(1).tolist() == counts
+    last = cache.at(pos=-1)["resid_post", 3]
+    kinds = ("previous_token", "first_token", "entropy", "distance")
+    scores = {kind: head_scores(model, cache, kind).values for kind in kinds}
+    dla = direct_logit_attribution(model, cache, right="e", pos=-1).values
+    mean = edits.mean(cache, pos=-1)
+    expected = []
+    for n, row in enumerate(alone):
+        _, one = runner.run_with_cache(torch.tensor([row[:-1]]))
+        close(last[n], one["resid_post", 3][0, -1])
+        expected.append(one["resid_post", 2][0, -1])
+        for kind in kinds:
+            close(scores[kind][..., n], head_scores(model, one, kind).values[..., 0])
+        close(dla[:, n], direct_logit_attribution(model, one, right="e", pos=-1).values[:, 0])
+    written = []
+    at = "blocks.2.resid_post"
+    runner.run_with_hooks("part KV8", hooks=[(at, mean), (at, lambda v, _: written.append(v))])
+    close(written[0][0, -1], torch.stack(expected).mean(0))
+
+
+@torch.no_grad()
+def test_the_ends_of_rows_belong_to_the_model_that_generates():
+    """A generation of another model inside `run=` changes no mask."""
+    model, other = pydoc(), copy.deepcopy(pydoc())
+    stop, prompts = model.to_id(" "), ["Return the", "impor"]
+
+    def run(texts):
+        generate(other, texts, max_new_tokens=12, stop=stop)
+        return generate(model, texts, max_new_tokens=3, stop=())
+
+    _, cache = HookedRunner(model).run_with_cache(prompts, run=run)
+    assert cache.real().sum(1).tolist() == [len(prompt) + 2 for prompt in prompts]
+    # All rows of equal prompts end together, and the cache has no padding.
+    once = functools.partial(generate, model, max_new_tokens=12, stop=stop)
+    _, cache = HookedRunner(model).run_with_cache(["impor", "impor"], run=once)
+    assert "attention_mask" not in cache.inputs
