@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -192,7 +193,7 @@ class Attached(ReadsText, ModelHandle):
             self.n_streams = chain[0].inputs[0].shape[2]
             self._has_streams_first = stack.stream_axis == 0
         elif stack.unembedding is not None:
-            self.unembed = stack.unembedding
+            self.unembed = replace(stack.unembedding, unchanged=self.forward.unchanged)
             logit_cap = stack.unembedding.cap
         d_model = chain[0].inputs[0].shape[-1]
         self.config = sizes_of(

@@ -1,8 +1,8 @@
 """attach: puts hook points into a model of `transformers`, and checks that the points work.
 
-1. Return the earlier attachment if its settings are equal, and the modules, sizes and kernels of
-   the model are the same (`AttachSettings`). Otherwise remove it, and check that the names of
-   points are free (`make_room`).
+1. Return the earlier attachment if its settings are equal, and the modules, sizes, kernels and
+   numbers of the model are the same (`AttachSettings`, `Unchanged`). Otherwise remove it, and check
+   that the names of points are free (`make_room`).
 2. Run each example on the unchanged model, and again with every call recorded (`probe`).
 3. Find the stacks of blocks (`stacks`), and the parts of each block (`layout`).
 4. Add points to these parts, and hooks that pass values through the points (`points`).
@@ -22,6 +22,7 @@ from models.attached.attention import hooked_attention
 from models.attached.checks import check_points
 from models.attached.layout import Roles
 from models.attached.original import (
+    configs_of,
     examples_of,
     is_encoder_decoder,
     reading_part,
@@ -70,8 +71,8 @@ def attach(
     to attach, run and edit it. Points show the heads and neurons of all processes.
 
     A second call for the same model returns the existing attachment. If the settings are different,
-    or the modules, sizes or attention kernels of the model have changed, the points are created
-    again. The model then has a new attachment. If this fails, the model has none.
+    or the modules, sizes, numbers or attention kernels of the model have changed, the points are
+    created again. The model then has a new attachment. If this fails, the model has none.
 
     Args:
         model: the model.
@@ -118,8 +119,10 @@ def attach(
     if earlier is not None and tokenizer is None:
         reader = earlier.tokenizer
     if earlier is not None and settings.hold_for(earlier.settings, model):
-        earlier.tokenizer = reader
-        return earlier
+        has_changed = earlier.forward.unchanged.change() is not None
+        if not has_changed:
+            earlier.tokenizer = reader
+            return earlier
     make_room(model, earlier)
     examples = examples_of(model, example)
     register_function(model, hooked_attention)
@@ -139,6 +142,9 @@ def attach(
         attached.remove()
         raise
     attached.tokenizer = reader
+    configs = {id(config): config for config in configs_of(model).values()}
+    for config in configs.values():
+        attached.forward.unchanged.note_numbers(config)
     settings.note(model)
     attached.settings = settings
     return attached

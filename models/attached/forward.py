@@ -49,6 +49,7 @@ from hooks.base import (
 )
 from hooks.shared import Wire, is_listened_to
 from models.attached.original import HOOKED, is_encoder_decoder
+from models.attached.unchanged import Unchanged, raise_for
 from models.checks import should_read
 from models.running.masks import as_boolean
 
@@ -343,13 +344,13 @@ class StackForward(Replaced):
 class Forward(StackForward):
     """The forward of an attached model.
 
-    It turns texts into tokens, and checks that the modules have not been replaced since `attach`.
+    It turns texts into tokens, and checks that modules and numbers have not changed since `attach`.
 
     Args:
         model: the model.
 
     Attributes:
-        places: the modules with hooks of points, each with its parent and its name there.
+        unchanged: the modules and numbers that must not change.
         prepare: a function that replaces texts among the arguments by tokens.
         reads_texts: whether this forward records the texts. In a model with an encoder and a
             decoder, it is False, because the forwards of these two record them.
@@ -367,7 +368,7 @@ class Forward(StackForward):
         # the model no longer has.
         self._old_names = set(OLD_CACHES) - parameters.keys() if NEW_CACHE in parameters else set()
         self._words.known |= self._old_names
-        self.places: list[tuple[nn.Module, str, nn.Module]] = []
+        self.unchanged = Unchanged()
         self.prepare: Callable[..., tuple[Any, Any]] | None = None
         self.reads_texts = True
 
@@ -375,18 +376,14 @@ class Forward(StackForward):
         """Return the output of the model's own forward.
 
         Raises:
-            HookError: if a module with the hook of a point was replaced, as adapters do, or the
-                attention function has changed since `attach`.
+            HookError: if a module on the way to a point was replaced, as adapters do, or if a
+                number or the attention function has changed since `attach`.
             TypeError: if the model's forward does not know an argument.
         """
-        for parent, name, module in self.places:
-            if getattr(parent, name, None) is not module:
-                raise HookError(
-                    f"the model's modules must not change after attach; {name!r} of a "
-                    f"{type(parent).__name__} was replaced: call attach(model) again"
-                )
+        raise_for(self.unchanged.changed_module())
         if torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
+        raise_for(self.unchanged.changed_number())
         kernel = str(getattr(self._config, "_attn_implementation", HOOKED))
         if not kernel.startswith(HOOKED):
             raise HookError(

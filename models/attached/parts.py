@@ -36,8 +36,9 @@ from hooks.base import (
     widened,
 )
 from hooks.shared import hooks_disabled
-from models.attached.original import embedding_of, text_config
+from models.attached.original import base_of, embedding_of, text_config
 from models.attached.probe import Call, ProbeRun
+from models.attached.unchanged import Unchanged
 
 _MOST = 0.5
 """A term explains a change if the rest has at most this share of the length of the change.
@@ -575,16 +576,24 @@ class Unembedding:
         modules: the modules from the final norm, if there is one, to the unembedding.
         factor: the number by which the last output is multiplied.
         cap: the soft cap of the logits; 0 means no cap.
+        unchanged: the modules and numbers that must not change; None while `attach` runs.
     """
 
     modules: tuple[nn.Module, ...]
     factor: float
     cap: float
+    unchanged: Unchanged | None = None
 
     def __call__(
         self, resid: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos vocab"]:
-        """Return the logits of a residual stream, with the final norm applied."""
+        """Return the logits of a residual stream, with the final norm applied.
+
+        Raises:
+            HookError: if a module was replaced, or a number has changed, since `attach`.
+        """
+        if self.unchanged is not None and not torch.compiler.is_compiling():
+            self.unchanged.require()
         for module in self.modules:
             resid = module(resid)
         return self.finished(resid)
@@ -620,12 +629,23 @@ def unembed_of(model: Any, probe: ProbeRun, last: Call) -> Unembedding | None:
         return None
     config = text_config(model)
     config_cap = getattr(config, "final_logit_softcapping", None) or 0.0
-    factors = factors_of(config)
+    factors = factors_of(config, base_of(model))
+    fitting: list[Unembedding] = []
     for factor in (1.0, *factors, *(1 / factor for factor in factors)):
         for cap in dict.fromkeys((config_cap, 0.0)):
             # Try the cap of the config first. If it is far above all logits of this run, it changes
             # less than rounding, so the run fits both with and without it.
             unembedding = Unembedding(tuple(modules), factor, cap)
             if is_close(unembedding.finished(output), logits, output * factor):
-                return unembedding
-    return None
+                fitting.append(unembedding)
+    if not fitting:
+        return None
+
+    def error(unembedding: Unembedding) -> float:
+        """Return the mean error of the logits."""
+        finished = unembedding.finished(output).double()
+        return float((finished - logits.double()).abs().mean())
+
+    # In half precision, several factors are close, such as 0.7 and 2/3.
+    best = min(fitting, key=error).factor
+    return next(unembedding for unembedding in fitting if unembedding.factor == best)

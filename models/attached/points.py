@@ -60,6 +60,7 @@ from models.attached.original import (
 from models.attached.parts import Summand, TracedNorm
 from models.attached.probe import ProbeRun
 from models.attached.stacks import OwnPart, Stack, Tower, entries_of_towers
+from models.attached.unchanged import Unchanged
 
 STREAM, HIDDEN = "batch pos d_model", "batch pos d_mlp"
 STREAMS = "batch pos stream d_model"
@@ -145,7 +146,7 @@ def _placed(model: Any, base: nn.Module, forward: Forward, stack: Stack) -> "Wir
     stack_forward.embedded = wiring.embeddings()
     wiring.owner.blocks = PointsOfBlocks(map(wiring.block, stack.layouts))
     wiring.final_norm()
-    forward.places += wiring.places()
+    wiring.note(forward.unchanged)
     for points in wiring.owner.blocks.modules():
         if isinstance(points, AttentionPoints):
             points.is_lent = points.module in stack.probe.sharing
@@ -231,23 +232,23 @@ class Wiring:
         """Return the full name of a point of block `n`."""
         return f"{self.stack.prefix}blocks.{n}.{point}"
 
-    def places(self) -> list[tuple[nn.Module, str, nn.Module]]:
-        """Return (parent, name, module) for each module with the hook of a point.
+    def note(self, unchanged: Unchanged) -> None:
+        """Store the modules and numbers that points and the unembedding use.
 
-        `name` is the name of the module in its parent.
-
-        Before the modules are listed, the hooks with which `transformers` collects hidden states
-        are moved behind the hooks of points.
+        Before this, the hooks with which `transformers` collects hidden states are moved behind the
+        hooks of points.
         """
         listening = {*self._modules}
         for module in listening:
             _keep_outputs_last(module)
-        places = []
-        for parent in self.model.modules():
-            for name, child in parent.named_children():
-                if child in listening:
-                    places.append((parent, name, child))
-        return places
+        if self.stack.unembedding is not None:
+            listening |= {*self.stack.unembedding.modules}
+        attention = set[nn.Module]()
+        for layout in self.stack.layouts:
+            attention |= {
+                module for module in (layout.attention, layout.cross) if module is not None
+            }
+        unchanged.note_modules(self.model, listening, attention)
 
     def drop(self, parent: nn.Module, name: str) -> None:
         """Remove one point."""
