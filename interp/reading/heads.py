@@ -297,7 +297,8 @@ def _factors(
         factors = kind.cpu() * real[:, None]
         return factors, (factors != 0).any(2) & later
     if kind == "distance":
-        return positions[:, :, None] - positions[:, None], later
+        # In an encoder, keys come after the query too.
+        return (positions[:, :, None] - positions[:, None]).abs(), later
     if kind == "entropy":
         return torch.ones(*real.shape, n_pos), later
     keys = _attended(kind, tokens, real=real, later=later, span=span)

@@ -6,12 +6,15 @@ The expected scores of random patterns are computed one key at a time.
 import math
 import statistics
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from hooks import CacheError, HookPoint, UnknownNameError
 from interp import head_scores, repeated_tokens, run_with_cache
+from models import attach
+from tests import tiny
 from tests.interp.planted import attention_only
 
 V, N, MARK = 31, 29, 30
@@ -93,6 +96,28 @@ def test_entropy_and_distance_of_planted_heads(planted):
     assert entropy[PLANTED["first_token"]] == pytest.approx(0, abs=1e-9)
     assert distance[PLANTED["first_token"]] == pytest.approx(statistics.mean(queries))
     assert distance[PLANTED["previous_token"]] == pytest.approx(1)
+
+
+@torch.no_grad()
+def test_keys_after_the_query_of_an_encoder_have_a_positive_distance():
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    model = tiny.redraw(tiny.model("BertForMaskedLM", attn_implementation="eager"), 0.3)
+    tokens, mask = torch.randint(3, 23, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[1, 6:] = 0
+    run = model(tokens, attention_mask=mask, output_attentions=True)
+    expected = []
+    for text, length in ((0, 9), (1, 6)):
+        place = np.arange(length)
+        sizes = np.abs(place[:, None] - place)
+        patterns = [weights[text, :, :length, :length].numpy() for weights in run.attentions]
+        expected.append([(weights * sizes).sum(-1)[:, 1:].mean(-1) for weights in patterns])
+    attach(model)
+    _, cache = run_with_cache(model, tokens, attention_mask=mask, names="*.pattern")
+    distance = head_scores(model, cache, kind="distance")
+    assert distance.values.min() > 1
+    np.testing.assert_allclose(
+        distance.values.numpy(), np.moveaxis(np.array(expected), 0, -1), rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("left", [False, True])
