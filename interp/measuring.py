@@ -25,7 +25,13 @@ from hooks.base import (
     to_device,
     writer_of,
 )
-from interp.inputs.token_positions import Mask, Position, last_real, short
+from interp.inputs.token_positions import (
+    Mask,
+    Position,
+    last_real,
+    require_real_columns,
+    short,
+)
 from interp.inputs.words import require_clear_words, tokens_of_words
 from interp.numbers.precision import has_nan
 
@@ -377,7 +383,8 @@ def mask_of_logits(
     """Return the mask of the texts of some logits.
 
     It is the given mask; or else the mask of the run that computed the logits, if it is known; or
-    else the mask of the metric.
+    else the mask of the metric. A single column of logits is the last column of the texts, so its
+    mask is the last column of the given mask.
 
     Args:
         metric: a metric. Only a metric of pairs has masks; see `TokenMetric.masks`.
@@ -386,16 +393,20 @@ def mask_of_logits(
 
     Raises:
         ValueError: if the given mask contains other numbers than 0 and 1, or if no mask is given
-            and both texts of the pairs have masks of the shape of the logits.
+            and both texts of the pairs have masks of the shape of the logits. If the logits have no
+            column at a real token of a text.
     """
     if attention_mask is not None:
         is_binary = (attention_mask == 0) | (attention_mask == 1)
         if attention_mask.dtype != torch.bool and not is_binary.all():
             numbers = attention_mask[~is_binary].unique().tolist()
             raise ValueError(padding_messages.mask_numbers("attention_mask", short(numbers)))
-        return attention_mask
-    if (mask := padding_of(logits)) is not None:
-        return mask
+        known: Tensor | None = attention_mask[:, -1:] if logits.shape[1] == 1 else attention_mask
+    else:
+        known = padding_of(logits)
+    if known is not None:
+        require_real_columns(known)
+        return known
     if not isinstance(metric, TokenMetric) or metric.masks is None:
         return None
     if metric.last in (0, logits.shape[1]):
@@ -483,7 +494,8 @@ def measure(
             or of an attached model, or a view of them, such as `logits[:3]`. The mask is lost in a
             copy (`logits.float()` of half precision, `logits.cpu()`) and in arithmetic: pass it
             then. Without a mask of the run, the default is the mask of the texts of the pairs, if
-            the metric is from pairs (`pairs.metric`); otherwise no padding.
+            the metric is from pairs (`pairs.metric`); otherwise no padding. If the logits have a
+            single column, it is the last column of the texts. For a classifier, pass no mask.
         model: the model whose tokenizer reads the words of the metric, such as `" Mary"`; a model
             of `transformers` must be attached. Default: None, for a metric without words. The
             logits do not tell which word a text ends with, so write the space before a new word.
@@ -494,11 +506,11 @@ def measure(
 
     Raises:
         ValueError: if the metric does not return one number for each example, if it returns NaN, if
-            it reads padding, or if it was created without the mask of padded texts. If the mask
-            contains other numbers than 0 and 1, or is missing for pairs whose texts have different
-            padding. If the metric
-            contains words, and no model is given; or if a word without a space before it could be
-            a new word or the rest of a word.
+            it reads padding, or if it was created without the mask of padded texts. If the columns
+            of the logits are all padding in a text, as with `logits_to_keep=1` and padding on the
+            right. If the mask contains other numbers than 0 and 1, or is missing for pairs whose
+            texts have different padding. If the metric contains words, and no model is given; or if
+            a word without a space before it could be a new word or the rest of a word.
         TypeError: if the arguments are not a metric and logits, in this order.
 
     >>> from interp import log_prob

@@ -6,7 +6,7 @@ callers pass the reason of a message as text, such as the name of the model that
 
 1. Masks of texts: `mask_shape`, `mask_numbers`, `mask_changed`, `mask_axes`, `second_mask`,
    `mask_unknown`.
-2. Selected tokens: `no_real_token`, `padding_selected`, `before_the_text`.
+2. Selected tokens: `no_real_token`, `no_real_logits`, `padding_selected`, `before_the_text`.
 3. Texts with padding: `moved_prompts`, `different_starts`, `wrong_side`, `unequal_lengths`,
    `decoder_copies_padding`, `several_texts`, `different_padding`, `no_donor`.
 4. Hook functions of the user: `changed_padding`.
@@ -140,6 +140,23 @@ def no_real_token(what: str, place: str = "") -> str:
     """
     inside = place and f" in {place}"
     return f"{what} must contain at least one real token; got none{inside}"
+
+
+def no_real_logits(text: int, n_columns: int) -> str:
+    """Return the message for logits of some columns that are all padding in a text.
+
+    Args:
+        text: the number of the text.
+        n_columns: the number of columns of the logits.
+
+    >>> print(no_real_logits(3, 1))  # doctest: +ELLIPSIS
+    logits must have a column at a real token of each text; got 1 column, which is padding in ...
+    """
+    got = "1 column, which is" if n_columns == 1 else f"{n_columns} columns, which are"
+    return (
+        f"logits must have a column at a real token of each text; got {got} padding in text "
+        f"{text}: keep the logits of more columns (such as no logits_to_keep), or pad on the left"
+    )
 
 
 def padding_selected(what: str, place: str = "", remedy: str = "") -> str:

@@ -166,7 +166,7 @@ def mark_padding(logits: Any, real: KeyMask | None) -> None:
     """Store the mask of the texts of a run as an attribute of the memory of its logits.
 
     `padding_of` reads the mask. Nothing is stored if the mask does not belong to the logits, as for
-    the logits of a classifier, or if the logits have a single column, as in a step of a generation.
+    the logits of a classifier.
 
     Args:
         logits: the logits of the run, [batch, pos, vocab]; any other value is ignored.
@@ -178,9 +178,14 @@ def mark_padding(logits: Any, real: KeyMask | None) -> None:
     if not isinstance(logits, Tensor) or logits.ndim != 3 or not logits.is_contiguous():
         return
     rows, n_pos, _ = logits.shape
-    if len(real) != rows or not 1 < n_pos <= real.shape[1]:
+    if len(real) != rows or not 0 < n_pos <= real.shape[1]:
         return
     memory = _memory_of(logits)
+    # The mask of a plan is a FakeTensor, which has no numbers.
+    is_readable = type(real) is Tensor and real.device.type == "cpu" and has_storage(real)
+    if n_pos == 1 and is_readable and real[:, -1].numpy().all():
+        # Most steps of a generation have no padding. NumPy starts no kernel of PyTorch.
+        return
     if memory is not None and memory.nbytes() == logits.nbytes:
         # The caller may write into its mask later, so the stored mask is a copy.
         memory.padding = _PaddingOf(logits.shape, real[:, -n_pos:].clone())

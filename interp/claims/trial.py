@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hooks.base import is_cancelled, without_gradients
 from interp.claims.verdict import Bounds, Test
 from interp.features.dictionary import Dictionary
+from interp.inputs.token_positions import mask_of_columns
 from interp.measuring import measure, name_of, unit_of
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.protocol import logits_of
@@ -163,7 +164,8 @@ class Behaviour:
             runs = Runs(model, pairs, direction=direction)
             text = runs.text
             logits = logits_of(runs.runner.model(text.tokens, **text.arguments(model)))
-            values = measure(runs.metric, logits, text.of_logits.attention_mask)
+            mask = mask_of_columns(logits, text.of_logits.attention_mask)
+            values = measure(runs.metric, logits, mask)
             metrics[direction] = runs.per_example(values)
         runs = Runs(model, pairs, direction="noising")
         return cls(runs, clean=metrics["noising"], corrupted=metrics["denoising"])

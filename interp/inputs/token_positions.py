@@ -10,7 +10,15 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from hooks.base import Selection, at_least_float32, columns_of_last, shown, to_device
+from hooks.base import (
+    Selection,
+    at_least_float32,
+    columns_of_last,
+    padding_messages,
+    padding_of,
+    shown,
+    to_device,
+)
 
 Tokens = int | str | Sequence[int] | Sequence[str] | Int[Tensor, "..."]
 """One token or position for all examples, or one for each.
@@ -32,23 +40,20 @@ def last_real(
 ) -> Float[Tensor, "batch _last vocab"]:
     """Return the logits at the last real positions of each text, or at all columns.
 
-    The logits of a classifier have one position for a whole text. The mask of the text is then
-    ignored.
-
     Args:
-        logits: the logits of whole texts.
+        logits: the logits of whole texts, or of a classifier; see `mask_of_columns`.
         last: the number of last real positions; 0 for all columns.
         attention_mask: True or 1 at real tokens. Default: no padding.
 
     Raises:
-        ValueError: if a text has fewer real positions; see `columns_of_last`.
+        ValueError: if a text has fewer real positions; see `columns_of_last`. If the only column is
+            padding in a text.
 
     >>> logits = torch.arange(6.0).view(2, 3, 1)  # [batch, pos, vocab]
     >>> last_real(logits, 1, torch.tensor([[1, 1, 0], [1, 1, 1]])).flatten()
     tensor([1., 5.])
     """
-    if attention_mask is not None and logits.shape[1] == 1 < attention_mask.shape[1]:
-        attention_mask = None
+    attention_mask = mask_of_columns(logits, attention_mask)
     if not last:
         return logits
     if attention_mask is None and last <= logits.shape[1]:
@@ -57,6 +62,44 @@ def last_real(
     columns = columns_of_last(last, logits.shape[1], len(logits), attention_mask)
     rows = torch.arange(len(logits), device=logits.device)
     return logits[rows[:, None], to_device(columns, logits.device)]
+
+
+def mask_of_columns(
+    logits: Float[Tensor, "batch pos vocab"], attention_mask: Shaped[Tensor, "batch _column"] | None
+) -> Shaped[Tensor, "batch _column"] | None:
+    """Return the mask of the columns of some logits; None without padding.
+
+    The logits of a classifier have one column for a whole text. The mask of the text is then
+    ignored. In a run with `logits_to_keep=1`, the only column is the last column of the texts,
+    which may be padding. The mask that this run stored with its logits tells the two cases apart.
+
+    Args:
+        logits: the logits of a run.
+        attention_mask: the mask of the texts, True or 1 at real tokens. None if all are real.
+
+    Raises:
+        ValueError: if the only column is padding in a text.
+    """
+    if attention_mask is not None and logits.shape[1] == 1 < attention_mask.shape[1]:
+        attention_mask = padding_of(logits)
+        if attention_mask is not None:
+            require_real_columns(attention_mask)
+    return attention_mask
+
+
+def require_real_columns(attention_mask: Shaped[Tensor, "batch _column"]) -> None:
+    """Check that each text has a real token in the columns of some logits.
+
+    Args:
+        attention_mask: the mask of these columns, True or 1 at real tokens.
+
+    Raises:
+        ValueError: naming the first text without a real token.
+    """
+    has_real = attention_mask.bool().any(1).tolist()
+    if not all(has_real):
+        message = padding_messages.no_real_logits(has_real.index(False), attention_mask.shape[1])
+        raise ValueError(message)
 
 
 class Position:

@@ -27,6 +27,7 @@ from hooks.base import (
 from interp.edits import Edit
 from interp.inputs.copies import digests, groups, hashed_examples
 from interp.inputs.parts import part_now
+from interp.inputs.token_positions import mask_of_columns
 from interp.kinds import require_made
 from interp.measuring import Metric, measure, name_of, unit_of
 from interp.metrics import kl_divergence
@@ -242,7 +243,7 @@ class Runs:
         if needs_reference and self._divergence is None:
             # Analyses run the source model first, so these logits are the logits of the source.
             self._divergence = kl_divergence(logits, None, attention_mask=mask)
-        return measure(self.metric, logits, mask), cache
+        return measure(self.metric, logits, mask_of_columns(logits, mask)), cache
 
     def logits(
         self, hooks: Hooks, rows: slice | Int[Tensor, " row"] = slice(None)

@@ -483,6 +483,61 @@ def test_logits_of_some_columns_contain_their_part_of_the_mask():
     assert torch.allclose(measure(log_prob(3), later), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_logits_of_only_the_last_columns_are_real_in_every_text(count):
+    """A text that ends in an earlier column has no logits there."""
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    tokens = torch.randint(1, VOCAB, (BATCH, POS))
+    model = tiny.redraw(tiny.model("LlamaForCausalLM"), 0.3)
+    alone = [model(row[None, 2:]).logits[:, -1] for row in tokens]
+    expected = torch.cat(alone).log_softmax(-1)[:, 3]
+    attach(model)
+    own = Transformer(
+        TransformerConfig(vocab_size=VOCAB, n_ctx=7, n_layers=1, n_heads=2, d_model=8)
+    )
+    left = torch.ones(BATCH, POS, dtype=torch.long)
+    left[:, :2] = 0
+    right = left.flip(1)
+    right[1:] = 1
+    kept = model(tokens, attention_mask=left, logits_to_keep=count).logits
+    for mask in (None, left) if count == 1 else (None,):
+        assert torch.allclose(measure(log_prob(3), kept, mask), expected, atol=1e-5)
+        assert torch.allclose(log_prob(3)(kept, mask), expected, atol=1e-5)
+    wrong = {
+        "transformers": model(tokens, attention_mask=right, logits_to_keep=count).logits,
+        "a slice": model(tokens, attention_mask=right).logits[:, -count:],
+        "last=": own(tokens, attention_mask=right, last=count),
+    }
+    for logits in wrong.values():
+        for metric in (log_prob(3), rank(3), accuracy(3), logit_diff(3, 4), last_column):
+            with pytest.raises(ValueError, match="padding in text 0"):
+                measure(metric, logits)
+        with pytest.raises(ValueError, match="padding in text 0"):
+            log_prob(3)(logits)
+    if count == 1:
+        # A mask that the caller gives is the mask of all columns of the texts.
+        for logits in wrong.values():
+            with pytest.raises(ValueError, match="padding in text 0"):
+                measure(log_prob(3), logits.clone(), right)
+        assert torch.allclose(
+            measure(log_prob(3), wrong["a slice"][1:]),
+            model(tokens[1:]).logits[:, -1].log_softmax(-1)[:, 3],
+            atol=1e-5,
+        )
+
+
+def test_an_analysis_with_logits_of_one_column_reads_no_padding():
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    tokens = torch.randint(1, VOCAB, (2, POS))
+    mask = torch.ones_like(tokens)
+    mask[0, 3:] = 0
+    model = tiny.redraw(tiny.model("LlamaForCausalLM"), 0.3)
+    attach(model)
+    text = {"input_ids": tokens, "attention_mask": mask, "logits_to_keep": 1}
+    with pytest.raises(ValueError, match="padding in text 0"):
+        Pairs(text, answers=[(3, 4), (5, 6)]).solved(model)
+
+
 def test_logits_of_a_circuit_contain_the_mask_of_its_texts():
     model = pydoc()
     pairs = Pairs(["def __ini", "import"], ["def __ini", "export"])

@@ -47,6 +47,12 @@ def test_a_mask_of_more_columns_ends_with_the_columns_of_the_logits():
     assert torch.equal(padding_of(logits), MASK)
 
 
+def test_a_single_column_has_the_last_column_of_the_mask():
+    logits = torch.randn(BATCH, 1, VOCAB)
+    mark_padding(logits, MASK)
+    assert torch.equal(padding_of(logits), MASK[:, -1:])
+
+
 def test_logits_without_a_mask_of_their_own_are_not_marked():
     assert padding_of(marked(None)) is None
     assert padding_of(marked(MASK[:2])) is None
@@ -58,9 +64,6 @@ def test_logits_without_a_mask_of_their_own_are_not_marked():
     swapped = torch.randn(POS, BATCH, VOCAB).transpose(0, 1)
     mark_padding(swapped, MASK)
     assert padding_of(swapped) is None
-    step = torch.randn(BATCH, 1, VOCAB)
-    mark_padding(step, MASK)
-    assert padding_of(step) is None
     classes = torch.randn(BATCH, VOCAB)
     mark_padding(classes, MASK)
     assert not hasattr(classes.untyped_storage(), "padding")
