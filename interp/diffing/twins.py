@@ -34,7 +34,7 @@ from hooks.base import (
     tensors_in,
 )
 from hooks.shared import Session, first_tensor, is_listened_to, replay
-from interp.inputs.texts import padded, text_for
+from interp.inputs.texts import padded, require_edits_of_all_texts, text_for
 from interp.protocol import n_logits, of, require_points, runner_of
 from interp.runs.adapters import WithoutAdapter, adapter_off, require_adapter
 from interp.runs.models import require_same_points, require_same_tokens
@@ -126,8 +126,12 @@ class TwoModels:
         Args:
             rows: the tokens of each text.
             size: the largest number of texts in a batch.
+
+        Raises:
+            HookError: if an active edit selects some of the texts.
         """
         require_integer("batch", size)
+        require_edits_of_all_texts(self.tuned, self.base)
         n_batches = -(-len(rows) // size)
         bounds = [number * len(rows) // n_batches for number in range(n_batches + 1)]
         for start, end in progress_of(pairwise(bounds), "batches", n_batches):

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hooks import HookError
 from hooks.base import (
+    Selection,
     Text,
     Texts,
     each_text,
@@ -16,6 +18,7 @@ from hooks.base import (
     progress_bar,
     require_integer,
 )
+from hooks.shared import edited_points_in_force
 from interp.protocol import of
 
 
@@ -83,6 +86,33 @@ def padded(texts: Sequence[Any], model: nn.Module, numbers: Sequence[int]) -> Te
     return Text.padded(token_rows, getattr(of(model), "pad_token", 0), device=device)
 
 
+def require_edits_of_all_texts(*models: nn.Module) -> None:
+    """Check that the active edits do not select some of the texts.
+
+    Call this function in analyses that run texts in batches of their own. There, an edit with
+    `batch=1` would act on one text of each batch.
+
+    Args:
+        models: the models that will read the texts.
+
+    Raises:
+        HookError: if an edit that acts on a model selects examples, or has a list of positions for
+            each example.
+    """
+    for model in models:
+        for edited in edited_points_in_force(model):
+            for hook in edited.hooks:
+                # The edits of `interp.edits`, which is a later package, have this attribute.
+                where: Mapping[str, Selection] = getattr(hook, "where", {})
+                if "batch" in where or any(index.is_by_example for index in where.values()):
+                    raise HookError(
+                        "an active edit must act on all texts in an analysis that runs texts in "
+                        f"batches of its own; got {hook!r} at {edited.point.name}, which counts "
+                        "the rows of each batch: leave out batch=, and call the analysis for the "
+                        "edited texts and for the other texts separately"
+                    )
+
+
 def batches(texts: Texts, model: nn.Module, size: int) -> Iterator[tuple[int, Text]]:
     """Yield batches of at most `size` texts, each with the number of its first text.
 
@@ -93,8 +123,10 @@ def batches(texts: Texts, model: nn.Module, size: int) -> Iterator[tuple[int, Te
 
     Raises:
         ValueError: if `size` is below 1, if there is no text, or if a text is wrong; see `padded`.
+        HookError: if an active edit selects some of the texts.
     """
     require_integer("batch", size)
+    require_edits_of_all_texts(model)
     remaining = each_text(texts)
     first = 0
     # If the analysis fails between two batches, Python does not close this iterator at once. The

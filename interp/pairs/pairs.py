@@ -34,7 +34,7 @@ from hooks.base import (
 )
 from interp import plots
 from interp.inputs.copies import digests, numbered
-from interp.inputs.texts import text_for
+from interp.inputs.texts import require_edits_of_all_texts, text_for
 from interp.inputs.token_positions import Tokens, as_positions, last_real, short
 from interp.json_form import Table, form
 from interp.measuring import (
@@ -529,6 +529,8 @@ class Pairs(plots.Shown, metaclass=HintedClass):
         last = last_of(metric, rows.text.of_logits.attention_mask)
         n_rows = max(1, _TOKENS_AT_ONCE // rows.text.tokens.shape[1])
         mask = rows.text.of_logits.mask_on_cpu()
+        if len(rows) > n_rows:
+            require_edits_of_all_texts(model)
         logits = []
         for start in range(0, len(rows), n_rows):
             text = rows.text.rows(slice(start, start + n_rows))

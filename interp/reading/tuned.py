@@ -37,7 +37,7 @@ from hooks.base import (
     wide_dtype,
     without_gradients,
 )
-from interp.inputs.texts import padded
+from interp.inputs.texts import padded, require_edits_of_all_texts
 from interp.json_form import Table
 from interp.numbers.precision import divergence, finite
 from interp.protocol import n_logits, of
@@ -226,6 +226,7 @@ def _of_runs(
     several = [*each_text(texts)]
     if not several:
         raise ValueError("texts must contain at least one text; got none")
+    require_edits_of_all_texts(runner.model)
     order = _order(len(several), seed)
     while True:
         numbers = list(itertools.islice(order, batch))

@@ -27,6 +27,7 @@ from hooks.base import (
 from interp.edits import Edit
 from interp.inputs.copies import digests, groups, hashed_examples
 from interp.inputs.parts import part_now
+from interp.inputs.texts import require_edits_of_all_texts
 from interp.inputs.token_positions import mask_of_columns
 from interp.kinds import require_made
 from interp.measuring import Metric, measure, name_of, unit_of
@@ -253,8 +254,13 @@ class Runs:
         Args:
             hooks: the edits, in the form of the argument `hooks` of `run_with_hooks`.
             rows: the examples. Default: all.
+
+        Raises:
+            HookError: if only some examples run, and an active edit selects some of the texts.
         """
         text = self.text.rows(rows)
+        if isinstance(rows, Tensor) or len(text.tokens) < len(self.text.tokens):
+            require_edits_of_all_texts(self.model)
         arguments = text.arguments(self.model)
         return logits_of(self.runner.run_with_hooks(text.tokens, hooks=hooks, **arguments))
 
