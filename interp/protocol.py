@@ -64,11 +64,25 @@ def optional(method: Method) -> Method:
 class Sizes(Protocol):
     """The sizes that a model's `config` has."""
 
-    vocab_size: int
-    n_ctx: int
-    n_layers: int
-    n_heads: int
-    d_model: int
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens."""
+
+    @property
+    def n_ctx(self) -> int:
+        """The largest number of positions."""
+
+    @property
+    def n_layers(self) -> int:
+        """The number of blocks."""
+
+    @property
+    def n_heads(self) -> int:
+        """The number of heads of each block."""
+
+    @property
+    def d_model(self) -> int:
+        """The size of the residual stream."""
 
 
 @runtime_checkable
@@ -133,14 +147,6 @@ class LanguageModel(Protocol):
     take heads and neurons from `adapter.base()`, and the new part from `adapter.share(x)`. For an
     MLP, x is the value of its point `post`.
 
-    Attributes:
-        config: the sizes of the model.
-        blocks: the blocks, in order.
-        W_E: the token embeddings.
-        W_Q, W_K, W_V: the weights from the input of attention to queries, keys and values.
-        W_O: the weights from the values that attention mixes to its output.
-        W_U: the unembedding, from the stream after the final norm to logits.
-
     >>> import torch
     >>> from models import load
     >>> model = load("pydoc-4l")
@@ -153,14 +159,37 @@ class LanguageModel(Protocol):
     True
     """
 
-    config: Sizes
-    blocks: nn.ModuleList
-    W_E: Float[Tensor, "vocab d_model"]
-    W_Q: Float[Tensor, "layer head d_model d_head"]
-    W_K: Float[Tensor, "layer kv_head d_model d_head"]
-    W_V: Float[Tensor, "layer kv_head d_model d_head"]
-    W_O: Float[Tensor, "layer head d_head d_model"]
-    W_U: Float[Tensor, "d_model vocab"]
+    @property
+    def config(self) -> Sizes:
+        """The sizes of the model."""
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The blocks, in order."""
+
+    @property
+    def W_E(self) -> Float[Tensor, "vocab d_model"]:
+        """The token embeddings."""
+
+    @property
+    def W_Q(self) -> Float[Tensor, "layer head d_model d_head"]:
+        """The weights from the input of attention to queries."""
+
+    @property
+    def W_K(self) -> Float[Tensor, "layer kv_head d_model d_head"]:
+        """The weights from the input of attention to keys."""
+
+    @property
+    def W_V(self) -> Float[Tensor, "layer kv_head d_model d_head"]:
+        """The weights from the input of attention to values."""
+
+    @property
+    def W_O(self) -> Float[Tensor, "layer head d_head d_model"]:
+        """The weights from the values that attention mixes to its output."""
+
+    @property
+    def W_U(self) -> Float[Tensor, "d_model vocab"]:
+        """The unembedding, from the stream after the final norm to logits."""
 
     def context(self, tokens: Int[Tensor, "batch pos"], *, attention_mask: Any = None) -> Any:
         """Return the context of the blocks, which they read in addition to the residual stream.

@@ -189,8 +189,13 @@ def has_row(cells, names):
 
 def announcements(page):
     """Return the rows under "Announced" in a page of changes."""
-    rows = "".join(ANNOUNCED.findall(page)).splitlines()
-    return [Announcement(*row.strip("| ").split(" | ")) for row in rows]
+    found = []
+    for row in "".join(ANNOUNCED.findall(page)).splitlines():
+        cells = row.strip("| ").split(" | ")
+        if len(cells) != len(Announcement._fields):
+            raise ValueError(f"a row under Announced must have four cells; got {row}")
+        found.append(Announcement(*cells))
+    return found
 
 
 def is_due(row, release, now):

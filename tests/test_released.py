@@ -231,6 +231,12 @@ def test_a_patch_version_may_accept_newer_versions_of_libraries(now, n_faults):
     assert "changed" in fault
 
 
+def test_a_row_with_too_many_cells_is_named():
+    broken = page(announced=[("`a | b`", "`c`", "0.2.0", "0.3.0")])
+    with pytest.raises(ValueError, match=r"four cells; got .*a \| b"):
+        announcements(broken)
+
+
 def test_an_optional_member_of_a_protocol_is_an_addition():
     optional = "Protocol)\n    depth(self) -> int (optional)\n"
     assert found("Protocol)\n", optional) == []

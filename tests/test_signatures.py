@@ -392,6 +392,14 @@ def test_each_attribute_of_a_recorded_class_has_a_type(kind):
 PUBLIC_CLASSES = [kind for kind, _ in public_values() if inspect.isclass(kind) and is_ours(kind)]
 
 
+@pytest.mark.parametrize("kind", recorded_classes())
+def test_a_protocol_that_isinstance_checks_has_no_optional_member(kind):
+    """Without the member, an object of a user would be refused."""
+    if getattr(kind, "_is_runtime_protocol", False):
+        members = [inspect.getattr_static(kind, name) for name in dir(kind)]
+        assert not any(getattr(member, "is_optional", False) for member in members)
+
+
 def without_details(type_):
     """Return a type as text, with only the members of its unions that are stable or contain stable
     types.

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from hooks import ActivationCache, HookedRunner
 from interp import Pairs, Result, activation_patching, run_with_cache
 from interp.features import Dictionary, load_sae
+from interp.protocol import LanguageModel
 from models import Attached, Transformer, attach, generate_text, load
 
 
@@ -22,6 +23,11 @@ def plain() -> None:
     pairs = Pairs("a", "b", (" c", " d"))
     assert_type(activation_patching(model, pairs), Result)
     assert_type(load_sae("pydoc-4l/resid_post"), Dictionary)
+
+
+def protocol() -> LanguageModel:
+    """A plain transformer has all parts of a language model."""
+    return load("pydoc-4l")
 
 
 def with_run() -> None:
