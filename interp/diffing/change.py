@@ -162,9 +162,10 @@ class ModelChange(plots.Shown):
         kl_curve: the mean of `kl` over the tokens of each text: `Result` [checkpoint, example].
         controls: by `kl` and `stream`, the same numbers for controls, in place of the tuned model.
             `base on the next text` and `tuned on the next text`: this model at the same position of
-            the next text. `random`, for `kl`: the base with a random direction of the size of the
-            difference, added to its last stream; NaN if the model has no `unembed`. (A random
-            direction of this size has the same number in `stream`.)
+            the next text; the text after the last text is the first. `random`, for `kl`: the base
+            with a random direction of the size of the difference, added to its last stream; NaN if
+            the model has no `unembed`. (A random direction of this size has the same number in
+            `stream`.)
         outside_layers: the names of changed weights outside the layers, such as the unembedding,
             which changes predictions and not the stream, unless it is tied to the embedding. None
             if this is not known: for a model without blocks, for weights with different names or
@@ -412,8 +413,7 @@ class ModelChange(plots.Shown):
         lines.append("  KL in nats; stream: norm of the difference ÷ norm of the base")
         lines.append(self._outside_in_words())
         if controls["base on the next text"].values.isnan().all():
-            needed = "a second text" if n_texts == 1 else "several texts in a batch (batch=2)"
-            lines.append(f"  the controls on the next text need {needed}")
+            lines.append("  the controls on the next text need a second text")
         if controls["random"].values.isnan().all():
             lines.append("  the control 'random' is missing, because the base has no `unembed`")
         elif self.kl.values.nan_to_num().any() and not self.stream.values.nan_to_num().any():
@@ -455,7 +455,9 @@ def compare_models(
             `without_adapter(tuned)`.
         texts: the texts on which the models are compared. They need not be related to the
             fine-tuning.
-        batch: the largest number of texts in a batch.
+        batch: the largest number of texts in a batch. Each of several batches also reads the text
+            after its last text, for the controls on the next text. With another `batch`, the
+            control `random` has other draws.
         seed: the seed of the controls.
         progress: whether to show a progress bar or, outside a terminal, lines of progress.
 

@@ -8,10 +8,11 @@ For each batch of texts:
 3. Unembed the last layer of both models, for a few positions at a time, and compute the divergence
    of the predictions at each token (`_divergences`).
 
-Two controls read the next text of the batch in place of the same text: `base on the next text` and
-`tuned on the next text` compare this model on the next text with the base on the text. A third
-control, `random`, adds a random direction of the size of the difference to the last stream of the
-base.
+Two controls read the next text in place of the same text: `base on the next text` and `tuned on the
+next text` compare this model on the next text with the base on the text. The text after the last
+text is the first. If there are several batches, each also reads the text after its last text. A
+third control, `random`, adds a random direction of the size of the difference to the last stream of
+the base.
 """
 
 import math
@@ -142,10 +143,11 @@ def _differences(
     stream = {name: torch.full(shape, torch.nan) for name in ("difference", *_CONTROLS[1:])}
     kl = {name: torch.full(shape[1:], torch.nan) for name in ("difference", *_CONTROLS)}
     exists = {name: torch.zeros(shape[1:], dtype=torch.bool) for name in kl}
-    for part in models.batches(rows, batch):
+    for part in models.batches(rows, batch, with_next=True):
         examples = slice(part.numbers.start, part.numbers.stop)
-        columns = slice(0, part.tuned.tokens.shape[1])
-        masks = _masks(part.tuned)
+        masks = _masks(part.tuned, len(part.numbers))
+        # The row of the next text may be longer than all texts of the batch.
+        columns = slice(0, masks["difference"].shape[1])
         for kind, mask in masks.items():
             exists[kind][columns, examples] = mask.mT
         layers = _Layers()
@@ -179,22 +181,27 @@ class _Layers:
         self.relative.append({kind: values.cpu() for kind, values in relative.items()})
 
 
-def _masks(text: Text) -> dict[str, Bool[Tensor, "batch pos"]]:
+def _masks(text: Text, n_texts: int) -> dict[str, Bool[Tensor, "batch pos"]]:
     """Return masks that are True at positions where a number exists, by its kind.
 
-    A number that reads the next text exists where both texts have a token. It never exists in a
-    batch of one text.
+    A number that reads the next text exists where both texts have a token. It never exists if there
+    is only one text.
+
+    Args:
+        text: the texts of a batch, and perhaps a further row for the next text.
+        n_texts: the number of texts of the batch.
     """
     real = text.real.cpu()
     both = real & real.roll(-1, 0) if len(real) > 1 else torch.zeros_like(real)
-    return {"difference": real, _RANDOM: real, _BASE_ON_NEXT: both, _TUNED_ON_NEXT: both}
+    masks = {"difference": real, _RANDOM: real, _BASE_ON_NEXT: both, _TUNED_ON_NEXT: both}
+    return {kind: mask[:n_texts] for kind, mask in masks.items()}
 
 
 def _masked(
-    values: Float[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"]
+    values: Float[Tensor, "row pos"], mask: Bool[Tensor, "batch pos"]
 ) -> Float[Tensor, "pos batch"]:
-    """Return the values on the CPU, with NaN where the mask is False."""
-    return values.detach().cpu().float().where(mask, torch.nan).mT
+    """Return the values of the texts of a batch, on the CPU, with NaN where the mask is False."""
+    return values[: len(mask)].detach().cpu().float().where(mask, torch.nan).mT
 
 
 def _relative(

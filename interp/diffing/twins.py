@@ -48,7 +48,8 @@ class BatchOfTwo(NamedTuple):
 
     Attributes:
         numbers: the numbers of the texts.
-        tuned, base: the texts, on the device of each model.
+        tuned, base: the texts, on the device of each model. With `with_next`, a further row may be
+            the next text.
     """
 
     numbers: range
@@ -120,12 +121,17 @@ class TwoModels:
             raise ValueError("texts must contain at least one text; got no text")
         return rows
 
-    def batches(self, rows: list[list[int]], size: int) -> Iterator[BatchOfTwo]:
+    def batches(
+        self, rows: list[list[int]], size: int, with_next: bool = False
+    ) -> Iterator[BatchOfTwo]:
         """Yield batches of at most `size` texts, which differ in size by one text at most.
 
         Args:
             rows: the tokens of each text.
             size: the largest number of texts in a batch.
+            with_next: whether each of several batches also has a row for the text after its last
+                text. The text after the last of all texts is the first. A single batch has all
+                texts, and no further row.
 
         Raises:
             HookError: if an active edit selects some of the texts.
@@ -135,10 +141,13 @@ class TwoModels:
         n_batches = -(-len(rows) // size)
         bounds = [number * len(rows) // n_batches for number in range(n_batches + 1)]
         for start, end in progress_of(pairwise(bounds), "batches", n_batches):
-            numbers = range(start, end)
-            text = padded(rows[start:end], self.tuned, numbers)
-            other = text if self.is_one else padded(rows[start:end], self.base, numbers)
-            yield BatchOfTwo(numbers, text, other)
+            numbers = [*range(start, end)]
+            if with_next and n_batches > 1:
+                numbers.append(end % len(rows))
+            rows_here = [rows[number] for number in numbers]
+            text = padded(rows_here, self.tuned, numbers)
+            other = text if self.is_one else padded(rows_here, self.base, numbers)
+            yield BatchOfTwo(range(start, end), text, other)
 
     def capture(
         self, batch: BatchOfTwo, names: Iterable[str]

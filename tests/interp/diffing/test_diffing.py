@@ -295,6 +295,14 @@ def test_batches_and_padding_change_no_number(change, tuned, base, batch):
     other = compare_models(tuned, base, TEXTS, batch=batch)
     for ours, theirs in ((other.kl, change.kl), (other.stream, change.stream)):
         torch.testing.assert_close(ours.values, theirs.values, atol=1e-5, rtol=1e-3, equal_nan=True)
+    for table, controls in change.controls.items():
+        for name in ("base on the next text", "tuned on the next text"):
+            ours, theirs = other.controls[table][name], controls[name]
+            assert (ours.exists is None) == (theirs.exists is None)
+            assert ours.exists is None or torch.equal(ours.exists, theirs.exists)
+            torch.testing.assert_close(
+                ours.values, theirs.values, atol=1e-5, rtol=1e-3, equal_nan=True
+            )
     lens, other_lens = change.lens(2), other.lens(2)
     torch.testing.assert_close(lens.vectors[0], other_lens.vectors[0], atol=1e-5, rtol=1e-4)
 
@@ -310,9 +318,10 @@ def test_logits_of_few_positions_at_a_time_change_no_number(change, tuned, base,
         torch.testing.assert_close(ours.values, theirs.values, atol=1e-5, rtol=1e-4, equal_nan=True)
 
 
-def test_controls_read_the_next_text(tuned, base):
+@pytest.mark.parametrize("batch", [1, 2, 8])
+def test_controls_read_the_next_text(tuned, base, batch):
     texts = ["def f(x)", "Return a", "if x > 0"]  # of the same length, so nothing is padded
-    change = compare_models(tuned, base, texts)
+    change = compare_models(tuned, base, texts, batch=batch)
     ours, theirs = [streams(tuned, text) for text in texts], [streams(base, text) for text in texts]
     for n in range(3):
         following = (n + 1) % 3
