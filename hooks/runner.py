@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 from torch import Tensor, nn
 
@@ -290,14 +290,25 @@ class HookedRunner(HintsAtNames, Generic[Output], metaclass=HintedClass):
         self._has_warned |= draws.warn(f"the {type(self.model).__name__}")
         return output
 
-    if not TYPE_CHECKING:
+    @explains_calls
+    def __call__(self, *args: Any, **kwargs: Any) -> Output:
+        """Run the model and return its output, as `run_with_hooks` does without `hooks=`.
 
-        def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-            """Raise an error that names the methods that run the model."""
-            raise TypeError(
-                "a HookedRunner is not a function: use runner.run_with_cache(text), "
-                "runner.run_with_hooks(text, hooks=...), or model(text) for a plain run"
-            )
+        Active hooks act in the run: `with runner.hooks(...): runner(text)`.
+
+        Args:
+            args, kwargs: the model's arguments.
+
+        Raises:
+            TypeError: if `hooks=`, `backward=` or an unknown argument is given.
+        """
+        for name in ("hooks", "backward"):
+            if name in kwargs:
+                raise TypeError(
+                    f"a call of a runner takes no argument {name}=; write "
+                    f"runner.run_with_hooks(..., {name}=...)"
+                )
+        return self.run_with_hooks(*args, **kwargs)
 
     @explains_calls
     def hooks(

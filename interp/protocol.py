@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar, overload, runtime_checkable
+from typing import Any, Protocol, TypeGuard, TypeVar, overload, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -433,6 +433,15 @@ def run_with_cache(model: nn.Module, *args: Any, **options: Any) -> tuple[Any, A
     [8, 8, 9, 9]
     """
     return HookedRunner(model).run_with_cache(*args, **options)
+
+
+def is_maker(value: object) -> TypeGuard[Callable[[], Any]]:
+    """Return whether a value is a function that makes a model, and not a model or its runner.
+
+    >>> is_maker(nn.ReLU), is_maker(nn.ReLU()), is_maker(HookedRunner(nn.ReLU()))
+    (True, False, False)
+    """
+    return callable(value) and not isinstance(value, nn.Module | HookedRunner)
 
 
 def runner_of(model: nn.Module) -> HookedRunner:

@@ -48,7 +48,11 @@ sweep(model, pairs, {'blocks.0.attn.z': edits.zero()})            | TypeError | 
 sweep(model, pairs, {0: {'blocks.0.attn.z': edits.zero()}})      | TypeError | names of runs must be texts; got 0
 runner.run_with_cache(TEXT, names='decoder.z')                   | UnknownNameError | 'decoder.z'; close matches: blocks.0.attn.z
 runner.run_with_hooks(TEXT, hooks={'blocks.1.mlp.post': edits.project_out(torch.ones(512), d_mlp=3)}) | EditError | 1 numbers here; got 512 .*edits.zero
-runner(TEXT)                                                     | TypeError | not a function.*run_with_cache.*model.text
+runner(TEXT, hooks={'embed': edits.zero()})                      | TypeError | hooks=; write runner.run_with_hooks
+store.harvest(runner, [TEXT], 'nowhere', 'embed')                | TypeError | HookedRunner.*runner.model
+interp.over_examples(activation_patching, runner, pairs)         | TypeError | HookedRunner.*runner.model
+interp.diffing.compare_models(runner, model, [TEXT])             | TypeError | tuned must be a model.*HookedRunner
+interp.diffing.compare_models([runner], model, [TEXT])           | TypeError | HookedRunner.*.model
 cache['attn', 1]                                                 | UnknownNameError | attn_out.*pattern.*z
 interp.rank_correlation(torch.ones(3, 2), torch.ones(3, 2, 1))   | ValueError | .3, 2. and .3, 2, 1. .*result.mean
 interp.steering_vector                                           | AttributeError | difference_of_means

@@ -18,6 +18,7 @@ def plain() -> None:
     runner = assert_type(HookedRunner(model), HookedRunner[Tensor])
     assert_type(runner.run_with_cache("import"), tuple[Tensor, ActivationCache])
     assert_type(runner.run_with_hooks("import"), Tensor)
+    assert_type(runner("import"), Tensor)
     assert_type(run_with_cache(model, "import"), tuple[Tensor, ActivationCache])
     assert_type(runner.capture("import", names="*")["pattern", 3], Tensor)
     pairs = Pairs("a", "b", (" c", " d"))

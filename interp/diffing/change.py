@@ -47,6 +47,7 @@ from interp.diffing.streams import Controls, StreamChange, stream_change
 from interp.diffing.twins import TwoModels
 from interp.directions import Direction
 from interp.json_form import Table, columns, form
+from interp.protocol import is_maker
 from interp.results.result import Result
 from interp.runs.adapters import WithoutAdapter
 
@@ -558,7 +559,7 @@ def _checkpoints(tuned: Any) -> Iterator[tuple[Any, Callable[[], nn.Module]]]:
     if isinstance(tuned, nn.Module):
         yield "tuned", lambda: tuned
         return
-    several = tuned() if callable(tuned) else tuned
+    several = tuned() if is_maker(tuned) else tuned
     if not isinstance(several, Iterable):
         raise TypeError(
             "tuned must be a model, or several models: a list, a mapping, an iterator or a "
@@ -571,9 +572,7 @@ def _checkpoints(tuned: Any) -> Iterator[tuple[Any, Callable[[], nn.Module]]]:
 
 def _loader(item: Any) -> Callable[[], nn.Module]:
     """Return a function that returns the model of a checkpoint: the item, if it is no model."""
-    if isinstance(item, nn.Module) or not callable(item):
-        return lambda: without_handle(item)
-    return lambda: without_handle(item())
+    return lambda: without_handle(item() if is_maker(item) else item)
 
 
 def _over_texts(result: Result) -> Result:

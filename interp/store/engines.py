@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from hooks.base import library, require_integer, shown, without_handle
+from interp.protocol import is_maker
 
 Model = nn.Module | Callable[[], nn.Module]
 """A model, or a function that returns a model."""
@@ -45,12 +46,12 @@ def loaded(model: Model) -> nn.Module:
     Raises:
         TypeError: if `model` is neither a model nor a function that returns a model.
     """
-    made = model if isinstance(model, nn.Module) or not callable(model) else model()
-    module = without_handle(made)
+    module = without_handle(model() if is_maker(model) else model)
     if not isinstance(module, nn.Module):
+        hint = "; give runner.model" if hasattr(module, "run_with_cache") else ""
         raise TypeError(
             "model must be a module, or a function that returns a module, such as "
-            f"partial(models.load, 'gpt2'); got {type(module).__name__}"
+            f"partial(models.load, 'gpt2'); got {type(module).__name__}{hint}"
         )
     return module
 

@@ -177,6 +177,21 @@ def test_cached_runs_have_gradients_only_if_they_are_asked_for(model, runner, to
         runner.run_with_cache(tokens, names="embed")
 
 
+def test_a_call_of_a_runner_runs_the_model(model, runner, tokens):
+    output = runner(tokens)
+    assert output.requires_grad
+    assert torch.equal(output, model(tokens))
+    zero = {"blocks.1.mlp_out": lambda value, point: value * 0}
+    with runner.hooks(zero):
+        edited = runner(tokens)
+    assert torch.equal(edited, runner.run_with_hooks(tokens, hooks=zero))
+    assert not torch.equal(edited, output)
+    with pytest.raises(TypeError, match="hooks=.*run_with_hooks"):
+        runner(tokens, hooks=zero)
+    with pytest.raises(TypeError, match="forward"):
+        runner()
+
+
 def test_forms_of_other_libraries_are_named_with_ours(runner, tokens):
     with pytest.raises(TypeError, match="names="):
         runner.run_with_cache(tokens, names_filter="*.z")
