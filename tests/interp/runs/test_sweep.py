@@ -629,7 +629,7 @@ def test_a_warning_names_the_direction_if_edits_put_back_the_values_of_their_own
     _, others = runner.run_with_cache(other, names=names)
     jobs = [{name: edits.replace(own)} for name in names]
     right = "noising" if direction == "denoising" else "denoising"
-    with pytest.warns(UserWarning, match=f'all effects are 0.*direction="{right}"'):
+    with pytest.warns(UserWarning, match=f'all effects are about 0.*direction="{right}"'):
         sweep(model, pairs, jobs, direction=direction)
     # Without other texts, there is no direction.
     with pytest.warns(UserWarning, match="take the values from other texts"):
@@ -650,6 +650,18 @@ def test_a_warning_names_the_direction_if_edits_put_back_the_values_of_their_own
         sweep(model, nothing, [*jobs, {names[0]: edits.zero()}], direction=direction)
         values = own[names[0]]
         sweep(model, pairs, [{names[0]: edits.replace(values)}], direction=direction)
+
+
+@pytest.mark.parametrize(("rounding", "warns"), [(2e-5, True), (0.01, False)])
+def test_rounding_of_many_layers_does_not_hide_values_put_back_into_their_own_run(rounding, warns):
+    model, tokens = variant("pre").float(), some_tokens()
+    _, own = HookedRunner(model).run_with_cache(tokens, names="*.mlp_out")
+    shifts = iter([0.0, *[rounding] * 9])
+    jobs = [{"blocks.1.mlp_out": edits.replace(own)}]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sweep(model, tokens, jobs, lambda logits: 0 * logits[:, -1, 0] + next(shifts))
+    assert any("all effects are about 0" in str(each.message) for each in caught) is warns
 
 
 def test_float32_agrees_to_the_stated_tolerance():
