@@ -106,10 +106,8 @@ def top_attributions(
         effects = runs.per_example(effects.movedim(axes.index("batch"), -1))
         require_numbers(name, effects)
         axes_before = [axis for axis in axes[:-1] if axis != "batch"]
-        exists = None
-        if has_text_of_logits(name):
-            columns = zip(axes_before, map(range, effects.shape[:-2]), strict=True)
-            exists = runs.exists({**dict(columns), last_axis: range(1)}, effects.device)
+        columns = zip(axes_before, map(range, effects.shape[:-2]), strict=True)
+        exists = runs.exists({**dict(columns), last_axis: range(1)}, effects.device, name)
         largest.offer(effects, exists, titles[name], [*axes_before, last_axis])
         reached.add(name)
 

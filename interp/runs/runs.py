@@ -34,7 +34,7 @@ from interp.measuring import Metric, measure, name_of, unit_of
 from interp.metrics import kl_divergence
 from interp.pairs.answers import prompts_of_rows, summed_by_example
 from interp.pairs.pairs import Pairs, PatchingDirection
-from interp.protocol import logits_of, runner_of
+from interp.protocol import has_text_of_logits, logits_of, runner_of
 from interp.results.result import Result
 from interp.runs.adapters import WithoutAdapter
 from interp.runs.edited import require_edits_of_rows
@@ -270,6 +270,7 @@ class Runs:
         labels: Mapping[str, Sequence[Any]],
         base: Float[Tensor, " row"],
         has_words: bool = True,
+        point: str | None = None,
         **about: Any,
     ) -> Result:
         """Return a `Result` of effects, with labels, the metric of the unedited run and more facts.
@@ -280,9 +281,10 @@ class Runs:
             values: the effects of each row, with the axes of `labels`.
             labels: the labels by axis.
             base: the metric of each row in the unedited run.
-            has_words: whether positions are labelled with the words of the texts, and padding does
-                not exist. False if the positions are not positions of tokens, such as patches of an
-                image.
+            has_words: whether positions are labelled with the words of the texts. False if the
+                positions are not positions of tokens, such as patches of an image.
+            point: the name of a point with the positions of the result; see `exists`. Default: the
+                positions are positions of the prompts.
             about: more facts.
         """
         words = self._words(labels) if has_words else {}
@@ -305,7 +307,7 @@ class Runs:
             about=facts | about,
             words=words,
             groups=self.groups,
-            exists=self.exists(labels, base.device) if has_words else None,
+            exists=self.exists(labels, base.device, point),
         )
 
     def _warn_of_equal_texts(self) -> None:
@@ -325,32 +327,64 @@ class Runs:
         )
 
     def exists(
-        self, labels: Mapping[str, Sequence[Any]], device: torch.device
+        self,
+        labels: Mapping[str, Sequence[Any]],
+        device: torch.device,
+        point: str | None = None,
     ) -> Bool[Tensor, "..."] | None:
         """Return False where a position is not a token of an example's prompt.
 
-        The mask has the axes of the result. Axes that are not axes of positions have the size 1.
+        In a model with an encoder and a decoder, the positions of encoder points and along
+        `encoder_pos` are positions of the encoder's texts. The mask has the axes of the result.
+        Axes that are not axes of positions have the size 1.
 
         Args:
             labels: the labels of each axis. For an axis of positions, the labels are the positions.
             device: the device of the result.
+            point: the name of a point with these positions. Default: the positions are positions of
+                the prompts.
 
         Returns:
-            The mask, or None without axes of positions, or without a mask of the prompts.
+            The mask, or None without axes of positions, or without a mask of the texts.
         """
-        has_padding = self._edited_text(self.pairs).of_logits.attention_mask is not None
-        has_answers = self.rows is not self.pairs
-        if not (has_padding or has_answers) or labels.keys().isdisjoint(TEXT_AXES):
-            return None
-        real = to_device(self.prompts[: len(self.pairs)], device)
-        sizes = [*(1 for _ in labels), len(real)]
-        exists = real.new_ones(sizes)
+        n_examples = len(self.pairs)
+        exists = torch.ones([*(1 for _ in labels), n_examples], dtype=torch.bool, device=device)
+        is_known = False
         for dim, (axis, columns) in enumerate(labels.items()):
-            if axis in TEXT_AXES:
-                shape = [*sizes]
-                shape[dim] = len(columns)
-                exists = exists & real[:, [*columns]].T.reshape(shape)
-        return exists
+            real = self._real_along(axis, columns, point)
+            if real is None:
+                continue
+            is_known = True
+            shape = [1] * exists.ndim
+            shape[dim] = len(columns)
+            shape[-1] = n_examples
+            exists = exists & to_device(real, device)[:, [*columns]].T.reshape(shape)
+        return exists if is_known else None
+
+    def _real_along(
+        self, axis: str, columns: Sequence[Any], point: str | None
+    ) -> Bool[Tensor, "example _column"] | None:
+        """Return True at the tokens of each example's text along an axis of a result.
+
+        The result is None if this is no axis of positions in a text, or if the text has no mask.
+
+        Args:
+            axis, columns: the axis, and its labels.
+            point: see `exists`.
+        """
+        encoded = self.edited_prompts
+        has_columns_of_encoder = axis == "encoder_pos" and encoded.of_logits is not encoded
+        if axis in TEXT_AXES and point is not None and point.startswith("encoder."):
+            has_columns_of_encoder = True
+        if has_columns_of_encoder:
+            # The columns of other encoders, such as encoders of sounds, are not columns of a mask.
+            is_whole = [*columns] == [*range(encoded.tokens.shape[1])]
+            return encoded.real if encoded.attention_mask is not None and is_whole else None
+        if axis not in TEXT_AXES or not (point is None or has_text_of_logits(point)):
+            return None
+        has_padding = encoded.of_logits.attention_mask is not None
+        has_answers = self.rows is not self.pairs
+        return self.prompts[: len(self.pairs)] if has_padding or has_answers else None
 
     def _words(self, labels: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
         """Return a list of words for each axis of positions among the axes of a result.

@@ -264,7 +264,15 @@ class Sites:
             facts["edit"] = repr(self.edit)
         values = effects.view(*map(len, self.places.values()), -1)
         has_words = all(map(is_of_text, self.names.values()))
-        return self.runs.result(values, self.labels, base, has_words=has_words, **facts, **about)
+        return self.runs.result(
+            values,
+            self.labels,
+            base,
+            has_words=has_words,
+            point=next(iter(self.names.values())),
+            **facts,
+            **about,
+        )
 
     def _over(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
         """Return the axes of the result.
