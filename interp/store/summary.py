@@ -192,11 +192,11 @@ class Statistics:
 
     @property
     def density(self) -> Float[Tensor, " d"]:
-        """The share of rows with a value above 0.
+        """The share of rows with a value above 0; NaN for a column with NaN, as all statistics.
 
         For a feature, this is the share of active rows.
         """
-        return self.positive.double() / self.n
+        return (self.positive.double() / self.n).where(~self.low.isnan(), torch.nan)
 
     @property
     def error(self) -> Float[Tensor, " d"]:

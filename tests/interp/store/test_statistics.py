@@ -29,6 +29,19 @@ def rows_of(model, texts, name=NAME):
     return np.concatenate([cache[name][0].numpy() for cache in caches]), np.array(places)
 
 
+def test_a_column_with_nan_has_no_density():
+    """NumPy's mean of the comparison would count NaN as a value that is not above 0."""
+    rows = np.array([[1.0, -1.0], [np.nan, 2.0], [3.0, 4.0]])
+    places = torch.arange(3)
+    parts = [
+        Statistics.of(torch.tensor(rows[part]), text=places[part], pos=places[part])
+        for part in (slice(0, 1), slice(1, 3))
+    ]
+    for one in (parts[0] + parts[1], parts[1] + parts[0]):
+        np.testing.assert_array_equal(one.density, [np.nan, 2 / 3])
+        np.testing.assert_array_equal(one.density.isnan(), np.isnan(rows.mean(0)))
+
+
 def test_statistics_match_numpy(tmp_path):
     model, texts = model_and_texts()
     rows, places = rows_of(model, texts)
