@@ -254,9 +254,18 @@ class BlockCall:
 
     def _sample(self, output: Any) -> None:
         """Store a sample of the output, and whether the block wrote into its arguments."""
-        self._samples[self.block] = sampled(unwatched(output))
+        self._samples[self.block] = self._sampled(unwatched(output))
         self.writes = _versions(self._given) != self._before or -1 in self._before
         self._given = []
+
+    def _sampled(self, output: Any) -> list[Tensor]:
+        """Return samples of an output of the block.
+
+        If the block ran in pieces, only the first tensor of its output has all positions. Another
+        tensor, such as the pattern beside the stream, belongs to the last piece.
+        """
+        has_pieces = getattr(vars(self.block).get("forward"), "joins_first_tensor", False)
+        return _first_sampled(output) if has_pieces else sampled(output)
 
     def _sample_end(self, module: nn.Module, output: Any) -> None:
         """Store a sample of the output of a module after which a second run may end.
@@ -351,8 +360,11 @@ class BlockCall:
         ours: list[Tensor] = []
         theirs: list[Tensor] = []
         for module, sample in samples.items():
-            ours += self._samples[module]
-            theirs += sample
+            earlier = self._samples[module]
+            # Only one of the two runs may have been in pieces; see `_sampled`.
+            n = 1 if 1 in (len(earlier), len(sample)) else None
+            ours += earlier[:n]
+            theirs += sample[:n]
         return TwoRuns(ours, theirs, precision)
 
     def _replayed(self, edits: Edits, recorder: Recorder | None = None) -> Samples:
@@ -388,7 +400,7 @@ class BlockCall:
                     raise
                 samples = watch.samples
             else:
-                samples = {self.block: sampled(output)}
+                samples = {self.block: self._sampled(output)}
         if _versions(self._inputs) != self._unwritten:
             raise _changed(self.name)
         return samples

@@ -58,7 +58,11 @@ class PieceByPiece:
 
     Attributes:
         n_users: the number of open `in_pieces` that use this object.
+        joins_first_tensor: True, because only the first tensor of an output has all positions. Lazy
+            caches then compare only this tensor of two runs.
     """
+
+    joins_first_tensor = True
 
     def __init__(self, block: nn.Module, divide: Divide) -> None:
         self.__wrapped__ = block.forward

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hooks import HookedRunner
+from hooks import CacheError, HookedRunner
 from interp import edits
 from models import attach
 from tests import tiny
@@ -73,3 +73,28 @@ def test_a_window_that_reaches_all_positions_is_divided():
         logits, sizes = run(model, attached, 3)
     assert sizes == PIECES
     torch.testing.assert_close(logits, wanted, atol=1e-9, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("runs_in_pieces", [True, False])
+@pytest.mark.parametrize("reads_in_pieces", [True, False])
+def test_a_lazy_cache_of_blocks_that_return_their_pattern(runs_in_pieces, reads_in_pieces):
+    """In pieces, a block returns the pattern of its last piece beside the stream."""
+    kinds = dict(attention_types=[[["global", "local", "local"], 1]], window_size=4)
+    model = tiny.model("GPTNeoForCausalLM", attn_implementation="eager", **kinds)
+    tiny.redraw(model, 0.3)
+    patterns = model(TOKENS, output_attentions=True).attentions
+    most = {True: 3, False: 100}
+    with attach(model) as attached:
+        runner = HookedRunner(model)
+        with attached.in_pieces(most[runs_in_pieces]):
+            _, cache = runner.run_with_cache(TOKENS, lazy=True)
+        with attached.in_pieces(most[reads_in_pieces]):
+            for layer, pattern in enumerate(patterns):
+                torch.testing.assert_close(cache["pattern", layer], pattern, atol=1e-6, rtol=1e-5)
+            assert cache["resid_post", -1].shape == cache["resid_pre", 0].shape
+            # A change of the block is still seen: its stream differs.
+            hook = model.transformer.h[-1].mlp.register_forward_hook(lambda m, a, out: out * 1.1)
+            with pytest.raises(CacheError, match=r"transformer\.h\.\d+ changed after the run"):
+                cache["mlp_out", -1]
+            hook.remove()
