@@ -151,8 +151,12 @@ def past_of(cache: Any, layer: int | None) -> AttachedPast | None:
     if cached is not None and not cached.get_seq_length():
         return None
     if not keeps_only_keys(cached):
-        got = type(cache if cached is None else cached).__name__
-        raise HookError(f"lazy=True needs a DynamicCache of keys and values; got a {got}")
+        layer_words = "" if cached is None else f" with a {type(cached).__name__}"
+        raise HookError(
+            "lazy=True needs a cache with only the keys and values of earlier tokens; got a "
+            f"{type(cache).__name__}{layer_words}, which may contain more, such as the state of a "
+            "mixer or free places: run with use_cache=False, or without lazy=True"
+        )
     return AttachedPast(cached.keys.detach().clone(), cached.values.detach().clone())
 
 

@@ -14,7 +14,7 @@ import torch
 from hooks import HookedRunner, HookError, start_of_piece
 from interp import edits, head_scores, logit_lens
 from models import attach, skip_token_checks
-from tests import attachable
+from tests import attachable, tiny
 from tests.attachable import CACHE, made
 from tests.shipped import pydoc
 
@@ -461,3 +461,18 @@ def test_a_cache_of_a_generation_ends_where_each_row_ends(how):
         run = lambda: model.generate(tokens, **options, **unclear)  # noqa: E731
         with pytest.raises(HookError, match="where each text ends.*pad_token_id"):
             runner.run_with_cache(run=run, names=names)
+
+
+@torch.no_grad()
+def test_a_lazy_run_with_a_recurrent_state_names_the_argument_that_helps():
+    model = tiny.model("MambaForCausalLM", state_size=4)
+    attach(model)
+    runner = HookedRunner(model)
+    tokens = torch.randint(1, 23, (2, 9))
+    with pytest.raises(HookError, match="use_cache=False"):
+        runner.run_with_cache(tokens, lazy=True)
+    _, expected = runner.run_with_cache(tokens, names="*.mixer_out")
+    _, cache = runner.run_with_cache(tokens, names="*.mixer_out", lazy=True, use_cache=False)
+    assert [*cache.keys()] == [*expected.keys()]
+    for name, value in expected.items():
+        torch.testing.assert_close(cache[name], value, atol=1e-5, rtol=1e-5)
