@@ -8,7 +8,8 @@ callers pass the reason of a message as text, such as the name of the model that
    `mask_unknown`.
 2. Selected tokens: `no_real_token`, `no_real_logits`, `padding_selected`, `before_the_text`.
 3. Texts with padding: `moved_prompts`, `different_starts`, `wrong_side`, `unequal_lengths`,
-   `decoder_copies_padding`, `several_texts`, `different_padding`, `no_donor`.
+   `different_frequencies`, `decoder_copies_padding`, `several_texts`, `different_padding`,
+   `no_donor`.
 4. Hook functions of the user: `changed_padding`.
 
 Errors about a mask of queries and keys (`query_key_mask`) are in `models.running.masks`.
@@ -245,6 +246,25 @@ def unequal_lengths(side: Side, because: str, lacks_pad_token: bool) -> str:
     """
     choice = ", or the model a config.pad_token_id" if lacks_pad_token else ""
     return f"texts must have one length{choice}, because {because}; got padding {_PLACES[side]}"
+
+
+def different_frequencies(kind: str, most: int, is_dynamic: bool) -> str:
+    """Return the message for a batch in which a text gets the frequencies of a longer text.
+
+    Args:
+        kind: the class of the model.
+        most: the length above which the frequencies change.
+        is_dynamic: whether the frequencies of longer texts depend on the length.
+
+    >>> print(different_frequencies("Phi3", 4096, is_dynamic=False))  # doctest: +ELLIPSIS
+    texts of more than 4096 tokens must not be in a batch with shorter texts, because a Phi3 ...
+    """
+    other = "texts of another length" if is_dynamic else "shorter texts"
+    return (
+        f"texts of more than {most} tokens must not be in a batch with {other}, because a {kind} "
+        "computes its rotary frequencies from the longest text; got both, or as many columns with "
+        "padding: run them in separate batches, without columns that are padding in all texts"
+    )
 
 
 def decoder_copies_padding(kind: str, side: Side) -> str:

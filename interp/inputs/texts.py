@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from jaxtyping import Int
+from torch import Tensor, nn
 
 from hooks import HookError
 from hooks.base import (
@@ -116,6 +117,8 @@ def require_edits_of_all_texts(*models: nn.Module) -> None:
 def batches(texts: Texts, model: nn.Module, size: int) -> Iterator[tuple[int, Text]]:
     """Yield batches of at most `size` texts, each with the number of its first text.
 
+    A batch contains only texts that get the same numbers as alone; see `groups_by_length`.
+
     Args:
         texts: the texts in any form; see `Texts`.
         model: the model that will read the texts.
@@ -134,8 +137,40 @@ def batches(texts: Texts, model: nn.Module, size: int) -> Iterator[tuple[int, Te
     with progress_bar("texts", number_of_texts(texts)) as count:
         while batch := list(itertools.islice(remaining, size)):
             numbers = range(first, first + len(batch))
-            yield first, padded(batch, model, numbers)
+            text = padded(batch, model, numbers)
+            groups = groups_by_length(model, text.real.sum(1))
+            for group in groups:
+                part = slice(group.start, group.stop)
+                if len(groups) > 1:
+                    text = padded(batch[part], model, numbers[part])
+                yield numbers[group.start], text
             count(len(batch))
             first = numbers.stop
     if not first:
         raise ValueError("texts must contain at least one text; got no text")
+
+
+def groups_by_length(
+    model: nn.Module, lengths: Sequence[int] | Int[Tensor, " text"]
+) -> list[range]:
+    """Return the texts that may be in one batch, as ranges of their numbers, in order.
+
+    All texts may be in one batch, except in an attached model whose rotary frequencies depend on
+    the longest text of a batch. A range then ends at each text with other frequencies.
+
+    Args:
+        model: the model that will read the texts.
+        lengths: the number of tokens of each text.
+
+    >>> groups_by_length(nn.Linear(2, 3), [3, 5, 8])
+    [range(0, 3)]
+    """
+    group_of = getattr(of(model), "length_group", None)
+    if group_of is None or not group_of(1):
+        return [range(len(lengths))]
+    numbers = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+    groups = list[range]()
+    for _, group in itertools.groupby(map(group_of, numbers)):
+        start = groups[-1].stop if groups else 0
+        groups.append(range(start, start + len([*group])))
+    return groups

@@ -26,7 +26,7 @@ from hooks.base import (
     weights_hash,
 )
 from hooks.shared import edits_in_force, parts_of, resolve
-from interp.inputs.texts import padded
+from interp.inputs.texts import groups_by_length, padded
 from interp.protocol import of, runner_of
 from interp.store.corpora import TextPiece, cut_texts
 from interp.store.files import ROWS
@@ -248,8 +248,7 @@ class RowReader:
         parts: dict[str, list[Tensor]] = {name: [] for name in (*self.points, *ROWS)}
         one_token = torch.zeros(3, 1, dtype=torch.long)
         # If there are no pieces, run one token. So the tensors have the right sizes, but no row.
-        for start in range(0, max(1, len(pieces)), self.config.batch):
-            batch = pieces[start : start + self.config.batch] or [one_token]
+        for batch in self._batches(pieces) or [[one_token]]:
             masks = [self.kept_mask(piece) & bool(pieces) for piece in batch]
             for name, value in self._values(batch, masks).items():
                 parts[name].append(value)
@@ -259,6 +258,14 @@ class RowReader:
                     parts[name].append(facts[-1:] if self.config.pool else facts)
             done(sum(piece.shape[1] for piece in batch))
         return {name: torch.cat(parts_of_name) for name, parts_of_name in parts.items()}
+
+    def _batches(self, pieces: Sequence[TextPiece]) -> list[Sequence[TextPiece]]:
+        """Return the pieces of each run: at most `batch`, all of one group by length."""
+        batches = list[Sequence[TextPiece]]()
+        for group in groups_by_length(self.model, [piece.shape[1] for piece in pieces]):
+            for start in range(group.start, group.stop, self.config.batch):
+                batches.append(pieces[start : min(start + self.config.batch, group.stop)])
+        return batches
 
     def _values(
         self, batch: Sequence[TextPiece], masks: Sequence[Bool[Tensor, " _pos"]]

@@ -320,7 +320,9 @@ class Attached(ReadsText, ModelHandle):
         mask = named.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.ndim != 2 or new is None:
             return args, kwargs
-        if named.get("position_ids") is not None:
+        if isinstance(position_ids := named.get("position_ids"), Tensor):
+            self._positions.warn_of_lengths(mask, position_ids)
+        if position_ids is not None:
             return args, kwargs
         positions = self._positions.of(mask, self._copies_text(named))
         return args, kwargs | {name: value[:, -new.shape[1] :] for name, value in positions.items()}
@@ -357,6 +359,14 @@ class Attached(ReadsText, ModelHandle):
         The result is empty if the model does not accept positions; see `PaddedPositions.of`.
         """
         return self._positions.of(mask)
+
+    def length_group(self, length: int) -> tuple[int, ...]:
+        """Return the group of a text of some tokens: texts of one group may be in one batch.
+
+        All texts have one group, except in models whose rotary frequencies depend on the longest
+        text; see `RotaryLengths`.
+        """
+        return self._positions.lengths.group(length)
 
     @cached_property
     @without_gradients

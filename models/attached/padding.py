@@ -18,7 +18,8 @@ Positions: `PaddedPositions` also checks whether a model reads padding.
 1. Find the sides of the padding in a mask (`PaddedPositions.of`).
 2. Test in runs of a few tokens, once for each side, if padding changes the output. If it does,
    raise an error that describes the texts that the model can read.
-3. If padding comes before a token, find the position of the first token, also in such runs. Return
+3. Raise an error if a text would get the rotary frequencies of a longer text (`RotaryLengths`).
+4. If padding comes before a token, find the position of the first token, also in such runs. Return
    positions that count only real tokens.
 """
 
@@ -47,11 +48,13 @@ from hooks.base import (
     real_positions,
     run_rounding,
     sides_of_padding,
+    warn,
     wide_dtype,
     without_gradients,
 )
 from hooks.shared import hooks_disabled
 from models.attached.original import is_encoder_decoder, logits_of, table_of, tokens_for
+from models.attached.rotary_lengths import RotaryLengths
 from models.mode import mode
 
 
@@ -210,11 +213,17 @@ class PaddedPositions:
 
         Raises:
             ValueError: if the model accepts no positions and counts padding, or if padding changes
-                its output.
+                its output. If a text gets the rotary frequencies of a longer text.
         """
         if _alone.get() or mask.is_meta or isinstance(mask, FakeTensor):
             return {}
         has_left, has_right = sides_of_padding(mask)
+        if (has_left or has_right) and self.lengths.depend_on_runs:
+            counts = mask.sum(1).tolist()
+            # Positions count only real tokens if padding comes before a token.
+            longest = max(counts) if has_left else mask.shape[1]
+            if (message := self.lengths.message(counts, longest)) is not None:
+                raise ValueError(message)
         if has_left:
             self._require_unread("left", copies_text)
         if has_right:
@@ -228,6 +237,33 @@ class PaddedPositions:
             because = f"a {kind} accepts no positions and counts padding"
             raise ValueError(padding_messages.wrong_side("left", because))
         return {}
+
+    @cached_property
+    def lengths(self) -> RotaryLengths:
+        """The lengths at which the rotary frequencies of the model change."""
+        return RotaryLengths.of(self._attached.model)
+
+    def warn_of_lengths(
+        self, mask: Shaped[Tensor, "batch key"], position_ids: Shaped[Tensor, "..."]
+    ) -> None:
+        """Warn if the caller's positions give a text the rotary frequencies of a longer text.
+
+        This is no error, because a `generate` of `transformers` makes these positions. Its prompts
+        may reach the length at which the frequencies change in different steps.
+
+        Args:
+            mask: the mask of the texts, True at real tokens.
+            position_ids: the positions of the caller.
+        """
+        if _alone.get() or mask.is_meta or isinstance(mask, FakeTensor):
+            return
+        if not self.lengths.depend_on_runs or position_ids.ndim != 2:
+            return
+        real = mask[:, -position_ids.shape[1] :].bool()
+        counts = (position_ids + 1).where(real, 0).amax(1).tolist()
+        message = self.lengths.message(counts, int(position_ids.max()) + 1)
+        if message is not None:
+            warn(message)
 
     def require_decoder(self, mask: Shaped[Tensor, "batch pos"]) -> None:
         """Require texts of a decoder that its padding does not change.
