@@ -70,9 +70,9 @@ def _contrast_arguments() -> dict[str, str]:
 def _patching_arguments() -> dict[str, str]:
     """Return the advice for positions that are given to an analysis of every position."""
     advice = (
-        "the result has all positions: use over=['layer', 'pos'] and then "
-        "result.select(pos=[10, 13]); for positions with one meaning in all texts, use spans of "
-        "Pairs; `sweep` edits several positions together"
+        "to patch only some positions, give the pairs spans={'end': [[13]] * len(pairs)}, and use "
+        "over=['layer', 'span']; or patch each position with over=['layer', 'pos'] and then "
+        "result.select(pos=[10, 13]); `sweep` edits several positions together"
     )
     calls = ("activation_patching", "attribution_patching", "integrated_gradients")
     words = ("pos", "position", "positions")

@@ -397,7 +397,16 @@ def _of_tokens(score: _Score, tokens: Mapping[str, SeveralTokens], pos: Tokens) 
         tokens: the tokens of each argument of `score.function`, by the name of the argument of
             `score.make`.
         pos: the position; see `logit_diff`.
+
+    Raises:
+        TypeError: if `pos` is a text.
     """
+    if is_worded(pos):
+        name = score.make.__name__
+        advice = (
+            "" if score.make is logit_diff else f" ({name} has no wrong answer; logit_diff has)"
+        )
+        raise TypeError(f"pos must be a position, or one for each example; got {pos!r}{advice}")
     if any(map(is_worded, tokens.values())):
         return _of_words(score, tokens, pos)
     at = Position(pos)

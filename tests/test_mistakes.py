@@ -27,8 +27,8 @@ from tests.shipped import pydoc
 
 MISTAKES = r"""
 activation_patching(model, pairs, source=cache)                  | TypeError | source must be a model.*edits.replace
-activation_patching(model, pairs, pos=[10, 13])                  | TypeError | pos=; .*over=.*select.*spans.*sweep
-attribution_patching(model, pairs, positions=-1)                 | TypeError | positions=; .*over=.*select.*spans.*sweep
+activation_patching(model, pairs, pos=[10, 13])                  | TypeError | pos=; .*spans.*over=.*select.*sweep
+attribution_patching(model, pairs, positions=-1)                 | TypeError | positions=; .*spans.*over=.*select.*sweep
 activation_patching(model, pairs, ['z', 'mlp_out'])              | TypeError | mlp_out.*each site.*sweep
 interp.splice(model, sae, use_error_term=False)                  | TypeError | use_error_term=; use error=None
 features.Dictionary(eye, eye, eye[0], eye[0], nn.ReLU(), hook_name='embed') | TypeError | hook_name=; use reads=
@@ -77,6 +77,8 @@ logit_lens(model)                                               | TypeError | ca
 logit_lens(model, cache, topk=3)                                | TypeError | topk=.*top_k
 decompose(model, TEXT)                                          | TypeError | 'def f.*run_with_cache
 decompose(model, logits)                                        | TypeError | run_with_cache
+accuracy('a', 'b')                                              | TypeError | 'b'.*no wrong answer
+logit_diff('a', 'b', 'c')                                       | TypeError | position.*'c'
 accumulated_logits(model, TEXT, right='a')                             | TypeError | run_with_cache
 apply_norm(model, TEXT, logits, 0)                              | TypeError | run_with_cache
 head_scores(model, TEXT, 'induction')                           | TypeError | run_with_cache

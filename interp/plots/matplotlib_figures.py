@@ -49,6 +49,7 @@ def effects(
     require_kind("limit", limit, (int, float, type(None)), "a positive number")
     if limit is not None and not 0 < limit < math.inf:
         raise ValueError(f"limit must be a positive number in the unit of the result; got {limit}")
+    limit = None if limit is None else float(limit)
     if ax is not None:
         require_kind("ax", ax, Axes, "the axes of one panel of a matplotlib figure")
     if ax is not None and facet is not None:
