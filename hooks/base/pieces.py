@@ -14,9 +14,9 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from hooks.base._torch import has_storage
-from hooks.base.errors import require_integer
+from hooks.base.errors import SelectionError, require_integer
 from hooks.base.scoped import Scoped
-from hooks.base.selection import TEXT_AXES, KeyMask, real_columns
+from hooks.base.selection import TEXT_AXES, KeyMask, Selection, real_columns
 from hooks.base.transfer import to_device
 
 Columns = list[list[int]]
@@ -36,10 +36,15 @@ class Piece:
             number of columns that its first run read. Otherwise None.
         others: masks of other texts that the run reads, by the axis of their columns: the texts of
             an encoder have the axis `encoder_pos`.
-        n_later: the number of columns that the run reads after this piece, if a block computes its
-            positions in pieces; otherwise 0.
-        of_run: the piece that the whole run reads. If a block computes its positions in pieces,
-            this piece is a part of it; otherwise both are the same.
+        n_later: the number of columns that are read after this piece, if a block computes its
+            positions in pieces, or a generation reads its prompt in chunks; otherwise 0.
+        of_run: the piece that the whole run reads. If a block computes its positions in pieces, or
+            a generation reads its prompt in chunks, this piece is a part of it; otherwise both are
+            the same.
+        unknown_end: the reason why positions cannot count from the end of the texts; empty if they
+            can.
+        copies: the number of rows of each text, which follow one another, such as the beams of a
+            search; 0 if it is unknown which text a row belongs to.
         is_asked: whether a hook function has asked for the mask (`token_mask`), so that it knows
             the padding.
     """
@@ -53,6 +58,8 @@ class Piece:
         others: Mapping[str, Shaped[Tensor, "_batch _column"]] | None = None,
         n_later: int = 0,
         of_run: "Piece | None" = None,
+        unknown_end: str = "",
+        copies: int = 1,
     ) -> None:
         self.start = start
         self.real = real
@@ -61,6 +68,8 @@ class Piece:
         self.others = dict(others or {})
         self.n_later = n_later
         self.of_run = of_run or self
+        self.unknown_end = unknown_end
+        self.copies = copies
         self.is_asked = False
         self._parts: dict[tuple[int, int], Piece] = {}
         self._columns: dict[str, Columns | None] = {}
@@ -101,8 +110,26 @@ class Piece:
                 others={axis: mask[rows] for axis, mask in self.others.items()},
                 n_later=self.n_later,
                 of_run=of_run,
+                unknown_end=self.unknown_end,
+                copies=self.copies,
             )
         return self._parts[first, count]
+
+    def require_end(self, selected: Selection, what: str) -> None:
+        """Check that a selection of positions does not count from an end that is unknown.
+
+        Args:
+            selected: the selection.
+            what: the name of the positions, for errors.
+
+        Raises:
+            SelectionError: if the end is unknown, and the selection counts from it.
+        """
+        if self.unknown_end and selected.counts_back:
+            raise SelectionError(
+                f"{what} must count from the start of the text, because {self.unknown_end}; "
+                f"got {selected!r}"
+            )
 
     def columns_along(self, axis: str, rows: int, end: int) -> Sequence[Sequence[int]] | None:
         """Return the real columns of each text along an axis of a value.
@@ -266,7 +293,34 @@ def with_ends(real: KeyMask, new: Shaped[Tensor, "batch new"]) -> KeyMask:
     return changed
 
 
+class Prompt(NamedTuple):
+    """The columns of a prompt that a generation reads in chunks.
+
+    Attributes:
+        whole: the piece with all columns of the prompt.
+        end: the column after the last column of the prompt.
+    """
+
+    whole: Piece
+    end: int
+
+    def chunk(self, start: int, real: KeyMask | None, n_columns: int) -> Piece | None:
+        """Return the piece of one chunk; None if the columns are not a part of the prompt.
+
+        Args:
+            start: the first column of the chunk.
+            real: the mask of real tokens up to the last column of the chunk; None without padding.
+            n_columns: the number of columns of the chunk.
+        """
+        # A hook may run a model inside the chunk. This run is not a chunk of the prompt.
+        if piece_read().of_run is self.whole:
+            return None
+        n_later = self.end - start - n_columns
+        return None if n_later < 0 else Piece(start, real, n_later=n_later, of_run=self.whole)
+
+
 _WHOLE = Piece()
+_prompt = Scoped[Prompt | None]("prompt", None)
 _row_ends = Scoped[RowEnds | None]("ends of rows", None)
 _piece = Scoped("piece", _WHOLE)
 _moved = Scoped("moved prompts", 0)
@@ -308,6 +362,22 @@ def position_offset(
 def reading(piece: Piece) -> AbstractContextManager[None]:
     """Return a context manager inside which runs read a piece of their texts."""
     return _piece.set(piece)
+
+
+def in_chunks(prompt: Prompt | None) -> AbstractContextManager[None]:
+    """Return a context manager inside which runs read chunks of a prompt.
+
+    Negative positions then count from the last token of the prompt, and not of a chunk.
+
+    Args:
+        prompt: the prompt; None if prompts are not read in chunks.
+    """
+    return _prompt.set(prompt)
+
+
+def prompt_read() -> Prompt | None:
+    """Return the prompt that runs read in chunks now, or None."""
+    return _prompt.get()
 
 
 def noting_ends(ends: RowEnds) -> AbstractContextManager[None]:

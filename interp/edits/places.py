@@ -17,7 +17,7 @@ second text is in column 4:
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -262,6 +262,15 @@ def locate_part(
     """
     require_axes(where, point.axes, point.name)
     frame = _frame(activation, point, source is not None)
+    if frame.batch != -1 and piece_read().copies != 1:
+        what = f"{{}} at {point.name}"
+        where = {
+            axis: _of_copies(selected, frame.n_rows, axis=axis, what=what.format(axis))
+            for axis, selected in where.items()
+        }
+        if source is not None:
+            of_rows = _of_copies(source.selected, frame.n_rows, axis="pos", what="source_pos")
+            source = replace(source, selected=of_rows)
     n_axes = len(frame.axes)
     box = [slice(0, size) for size in frame.shape]
     mask: Tensor | None = None
@@ -296,6 +305,42 @@ def locate_part(
         mask=_intersection(mask, _real_keys(frame, box, firsts)),
         source_columns=source_columns,
     )
+
+
+def _of_copies(selected: Selection, n_rows: int, axis: str, what: str) -> Selection:
+    """Return a selection for a run in which each text has several rows, such as beams.
+
+    Along the batch, a selected text becomes all its rows. A separate index for each text becomes
+    the index of all rows of the text. Other selections do not change.
+
+    Args:
+        selected: the selection, which counts texts.
+        n_rows: the number of rows of the run.
+        axis: the axis of the selection.
+        what: the name of the axis, for errors.
+
+    Raises:
+        SelectionError: if it is unknown which text a row belongs to, or if the index does not fit
+            the number of texts.
+    """
+    if axis != "batch" and not selected.is_by_example:
+        return selected
+    copies = piece_read().copies
+    if not copies:
+        raise SelectionError(
+            f"{what} must select texts, but it is unknown which text each of the {n_rows} rows of "
+            f"this run belongs to; got {selected!r}"
+        )
+    n_texts = n_rows // copies
+    if axis == "batch":
+        (texts,) = selected.rows(n_texts, what)
+        return Selection([text * copies + n for text in texts for n in range(copies)])
+    if len(selected.parts) != n_texts:
+        raise SelectionError(
+            f"{what} must have one entry for each of {n_texts} texts, or one entry for all; got "
+            f"{len(selected.parts)}"
+        )
+    return Selection([part for part in selected.parts for _ in range(copies)])
 
 
 def _extent(rows: list[list[int]]) -> slice:
@@ -398,12 +443,15 @@ def _source_column_of_each(
     """
     axis = frame.axes[dim]
     piece = piece_read()
-    # If a block computes its positions in pieces, the text has more columns than this piece.
+    # If a block computes its positions in pieces, or a generation reads its prompt in chunks, the
+    # text has more columns than this piece.
     size = frame.sizes[dim] + (piece.n_later if axis in TEXT_AXES else 0)
     n_rows = 1 if dim == frame.batch else frame.n_rows
     whole = axis not in TEXT_AXES or frame.start is None
     what = f"{axis} at {frame.point.name}"
     selected = where.get(axis, _ALL)
+    if axis in TEXT_AXES:
+        piece.require_end(selected, what)
     real = _unpadded(piece.of_run.columns_along(axis, n_rows, size), where, size)
     # Check that negative positions are inside the text. This is not possible for keys: a later
     # piece has more keys, and a negative key may be inside them.

@@ -171,6 +171,7 @@ class SplicedDictionary(Part):
             HookError: if the mask of the texts does not fit the value.
         """
         piece = piece_read()
+        piece.require_end(pos, f"pos at {self.name}")
         start = piece.start or 0
         end = start + value.shape[1]
         # If a block computes its positions in pieces, the text has more columns than this piece.

@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,15 +33,18 @@ from torch import Tensor, nn
 from hooks import HookError, HookPoint, start_of_piece
 from hooks.base import (
     Piece,
+    Prompt,
     Scoped,
     Shards,
     Words,
     carried,
     forwards_in,
+    in_chunks,
     logits_in,
     mark_padding,
     memory_of,
     padding_messages,
+    prompt_read,
     reading,
     row_ends,
     shown,
@@ -62,7 +66,7 @@ The newer versions warn about the old names.
 # The numbers of rows and positions of this run, for modules that join them in one axis.
 texts_read: ContextVar[tuple[int, ...]] = ContextVar("texts", default=())
 
-_generation = Scoped[dict[str, int] | None]("generation", None)
+_generation = Scoped["Generation | None"]("generation", None)
 
 
 class Replaced:
@@ -121,18 +125,134 @@ class Generate(Replaced):
                 "model.generate(attached.to_tokens(text).tokens, max_new_tokens=9) after "
                 "attached = attach(model)"
             )
-        with _generation.set({}):
+        model: Any = getattr(self.inner, "__self__", None)
+        named = dict(zip(_OF_GENERATE, args, strict=False)) | kwargs
+        prompt = _prompt_in_chunks(model, named)
+        generation = Generation(model, named)
+        with _generation.set(generation), in_chunks(prompt):
             output = self.inner(*args, **kwargs)
         if (ends := row_ends()) is not None:
-            model: Any = getattr(self.inner, "__self__", None)
-            named = dict(zip(_OF_GENERATE, args, strict=False)) | kwargs
-            if (running := _running(model, output, named)) is not None:
+            running = _running(model, output, named)
+            if running is not None:
                 ends.note(model, running)
         return output
 
 
+class Generation:
+    """Facts about a call of `generate`, for its runs.
+
+    Args:
+        model: the model that generates.
+        named: the arguments of `generate`, by name.
+
+    Attributes:
+        why_no_end: the reason why positions cannot count from the end of a text; empty if they can.
+        began: for a generation without a cache, in which every run reads the whole text again: the
+            number of columns that its first run read.
+    """
+
+    def __init__(self, model: Any, named: Mapping[str, Any]) -> None:
+        self.why_no_end = _why_no_end(model, named)
+        self.began: int | None = None
+        names = ("inputs", "input_ids", "inputs_embeds")
+        given = [named[name] for name in names if isinstance(named.get(name), Tensor)]
+        self._n_texts = len(given[0]) if given else None
+        self._most = _most_copies(model, named)
+        # A hook may run another model.
+        self._modules = {*model.modules()} if self._most > 1 else set[nn.Module]()
+
+    def copies(self, n_rows: int, forward: Any) -> int:
+        """Return the number of rows of each text in a run: beams, or returned texts.
+
+        The rows of a text follow one another. The result is 0 if the rows are of unknown texts.
+
+        Args:
+            n_rows: the number of rows of the run.
+            forward: the forward of the module that reads the texts.
+        """
+        if self._most == 1 or getattr(forward, "__self__", None) not in self._modules:
+            return 1
+        if n_rows == self._n_texts:
+            return 1
+        return self._most if n_rows == (self._n_texts or 0) * self._most else 0
+
+
 _OF_GENERATE = ("inputs", "generation_config", "logits_processor", "stopping_criteria")
 """The first parameters of `generate`, in order."""
+
+
+def _setting(model: Any, named: Mapping[str, Any], name: str) -> Any:
+    """Return a setting of a call of `generate`: its argument, or the number in its configuration.
+
+    Args:
+        model: the model that generates.
+        named: the arguments of `generate`, by name.
+        name: the name of the setting.
+    """
+    if name in named:
+        return named[name]
+    of_call = getattr(named.get("generation_config"), name, None)
+    of_model = getattr(model, "generation_config", None)
+    return getattr(of_model, name, None) if of_call is None else of_call
+
+
+def _most_copies(model: Any, named: Mapping[str, Any]) -> int:
+    """Return the number of rows of each text in a call of `generate`: beams, or returned texts."""
+    numbers = [_setting(model, named, name) for name in ("num_beams", "num_return_sequences")]
+    return max(number or 1 for number in numbers)
+
+
+def _tokens_of_prompts(model: Any, named: Mapping[str, Any]) -> Tensor | None:
+    """Return the tokens that a generation continues, [batch, pos]; None without such tokens.
+
+    For a model with an encoder, these are the tokens of the decoder.
+    """
+    names = ("decoder_input_ids",) if is_encoder_decoder(model) else ("inputs", "input_ids")
+    given = [named.get(name) for name in names]
+    return next((tokens for tokens in given if isinstance(tokens, Tensor)), None)
+
+
+def _prompt_in_chunks(model: Any, named: Mapping[str, Any]) -> Prompt | None:
+    """Return the prompt of a generation with `prefill_chunk_size`; None without this setting.
+
+    Args:
+        model: the model that generates.
+        named: the arguments of `generate`, by name.
+    """
+    if _setting(model, named, "prefill_chunk_size") is None or is_encoder_decoder(model):
+        return None
+    mask = named.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        rows = mask.bool().repeat_interleave(_most_copies(model, named), 0)
+        return Prompt(Piece(0, rows), mask.shape[1])
+    tokens = _tokens_of_prompts(model, named)
+    return None if tokens is None else Prompt(Piece(0), tokens.shape[1])
+
+
+def _why_no_end(model: Any, named: Mapping[str, Any]) -> str:
+    """Return the reason why positions cannot count from the end of a text; empty if they can.
+
+    Args:
+        model: the model that generates.
+        named: the arguments of `generate`, by name.
+    """
+    for name in ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp"):
+        if _setting(model, named, name):
+            return (
+                f"{name}= makes runs read candidate tokens after the text (leave out {name}= to "
+                "count from the end)"
+            )
+    if _setting(model, named, "prefill_chunk_size") is None:
+        return ""
+    remedy = "(leave out prefill_chunk_size= to count from the end)"
+    tokens = _tokens_of_prompts(model, named)
+    if tokens is None or is_encoder_decoder(model):
+        return f"prefill_chunk_size= divides prompts of unknown length {remedy}"
+    mask, pad = named.get("attention_mask"), _setting(model, named, "pad_token_id")
+    is_mask = isinstance(mask, Tensor) and mask.ndim == 2
+    if not is_mask and pad is not None and bool((tokens == pad).any()):
+        return "prefill_chunk_size= divides prompts of unknown padding (pass attention_mask=)"
+    return ""
 
 
 def _running(model: Any, output: Any, named: Mapping[str, Any]) -> Tensor | None:
@@ -152,19 +272,9 @@ def _running(model: Any, output: Any, named: Mapping[str, Any]) -> Tensor | None
             and the tokens do not show where.
     """
     tokens: Tensor = getattr(output, "sequences", output)
-    config = named.get("generation_config")
-
-    def setting(name: str) -> Any:
-        if name in named:
-            return named[name]
-        of_call = getattr(config, name, None)
-        return getattr(model.generation_config, name, None) if of_call is None else of_call
-
-    prompts = [named.get(name) for name in ("inputs", "input_ids")]
-    width = next((len(text[0]) for text in prompts if isinstance(text, Tensor)), 0)
-    if is_encoder_decoder(model):
-        decoded = named.get("decoder_input_ids")
-        width = len(decoded[0]) if isinstance(decoded, Tensor) else 1
+    setting = partial(_setting, model, named)
+    prompts = _tokens_of_prompts(model, named)
+    width = int(is_encoder_decoder(model)) if prompts is None else prompts.shape[1]
     new = tokens[:, width:]
     if len(new) < 2 or new.shape[1] < 2:
         return None
@@ -300,12 +410,23 @@ class StackForward(Replaced):
         # The arguments of the first piece contain no cache. With `use_cache`, the model may create
         # a cache in this run.
         began = None
-        if start is None and (generation := _generation.get()) is not None:
+        generation = _generation.get()
+        if start is None and generation is not None:
             start = 0
-            began = generation.setdefault("began", texts[1])
+            generation.began = generation.began or texts[1]
+            began = generation.began
         if start is None:
             start = 0 if kwargs.get("use_cache") else start_of_piece()
-        with reading(Piece(start, real, moved=moved, began=began, others=others)):
+        piece = Piece(start, real, moved=moved, began=began, others=others)
+        if generation is not None:
+            piece.unknown_end = generation.why_no_end
+            piece.copies = generation.copies(texts[0], self.inner)
+        prompt = prompt_read()
+        chunk = prompt and prompt.chunk(start or 0, real, n_columns=texts[1])
+        if chunk is not None:
+            piece.n_later = chunk.n_later
+            piece.of_run = chunk.of_run
+        with reading(piece):
             output = self.inner(*args, **kwargs)
         self._last_mark = None if cache is None else _mark(cache)
         self._note_end([cache, *_fields(output)], (start or 0) + texts[1])

@@ -10,7 +10,16 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from hooks import position_offset, start_of_piece
-from hooks.base import all_to_device, mapped, real_positions, require_integer, to_device
+from hooks.base import (
+    Piece,
+    all_to_device,
+    mapped,
+    prompt_read,
+    reading,
+    real_positions,
+    require_integer,
+    to_device,
+)
 from models.positions import Rotation
 from models.running.kvcache import KeysAndValues, KVCache, oldest_reached
 from models.running.masks import Rule, Visible, as_real, as_seen, has_gaps, rule_of, shared
@@ -71,7 +80,12 @@ class Context(NamedTuple):
             return nullcontext()
         if self.kv_cache is not None and not self.kv_cache.counts_columns:
             return nullcontext()
-        return position_offset(start_of_piece() if self.kv_cache is None else self.start, self.real)
+        if self.kv_cache is None:
+            return position_offset(start_of_piece(), self.real)
+        prompt = prompt_read()
+        n_columns = self.positions.shape[1]
+        chunk = prompt and prompt.chunk(self.start, self.real, n_columns=n_columns)
+        return reading(chunk or Piece(self.start, self.real))
 
     def commit(self) -> None:
         """Update the length and the mask of the key/value cache.

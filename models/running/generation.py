@@ -11,7 +11,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import index
@@ -23,11 +23,14 @@ from torch import Tensor, nn
 
 from hooks.base import (
     NoOthers,
+    Piece,
+    Prompt,
     Text,
     Texts,
     carried,
     explains_calls,
     hides_others,
+    in_chunks,
     is_columns,
     is_integer,
     is_one_text,
@@ -519,10 +522,16 @@ def _last_logits(
         raise ValueError(IN_TRAINING)
     # A generation takes many steps, and most prompts do not move.
     moved = partial(prompts_moved, n_moved) if n_moved else nullcontext
-    for piece in tokens.split(chunk, 1):
+    pieces = tokens.split(chunk, 1)
+    chunks: Callable[[], AbstractContextManager[None]] = nullcontext
+    if len(pieces) > 1:
+        end = cache.length + tokens.shape[1]
+        whole = Piece(cache.length, None if mask is None else mask[:, :end])
+        chunks = partial(in_chunks, Prompt(whole, end))
+    for piece in pieces:
         mask_so_far = None if mask is None else mask[:, : cache.length + piece.shape[1]]
         # The tokens were checked in `check_prompts`, and the mask was made in `generate_steps`.
-        with skip_token_checks(), moved():
+        with skip_token_checks(), moved(), chunks():
             logits = model(piece, attention_mask=mask_so_far, kv_cache=cache, last=1)
     return logits[:, -1]
 

@@ -118,8 +118,10 @@ def _piece_from(whole: Piece, start: int, end: int, n_columns: int) -> Piece:
         moved=whole.moved,
         began=whole.began,
         others=whole.others,
-        n_later=n_columns - end,
-        of_run=whole,
+        n_later=whole.n_later + n_columns - end,
+        of_run=whole.of_run,
+        unknown_end=whole.unknown_end,
+        copies=whole.copies,
     )
 
 

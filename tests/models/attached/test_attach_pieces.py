@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 
-from hooks import HookedRunner, HookError, start_of_piece
+from hooks import HookedRunner, HookError, SelectionError, start_of_piece
 from interp import edits, head_scores, logit_lens
 from models import attach, skip_token_checks
 from tests import attachable, tiny
@@ -476,3 +476,100 @@ def test_a_lazy_run_with_a_recurrent_state_names_the_argument_that_helps():
     assert [*cache.keys()] == [*expected.keys()]
     for name, value in expected.items():
         torch.testing.assert_close(cache[name], value, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("pos", [-1, slice(-2, None), [-3]], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@torch.no_grad()
+def test_positions_from_the_end_of_a_prompt_do_not_depend_on_chunks(name, pos):
+    """One run of each text alone, with a hook that writes zeros at its positions."""
+    model = made(name)
+    tokens, mask = padded(ROWS, 6)
+    options = dict(max_new_tokens=1, do_sample=False, pad_token_id=0)
+    options |= dict(output_logits=True, return_dict_in_generate=True, prefill_chunk_size=4)
+    attach(model)
+    runner = HookedRunner(model)
+
+    def hook(value, point):
+        value[:, [pos] if isinstance(pos, int) else pos] = 0
+
+    # The third last token exists in two of the texts.
+    chosen = [n for n, row in enumerate(ROWS) if pos != [-3] or len(row) > 2]
+    expected = []
+    for n in chosen:
+        alone = runner.run_with_hooks(torch.tensor([ROWS[n]]), hooks={"blocks.0.resid_post": hook})
+        expected.append(alone.logits[0, -1])
+    with runner.hooks({"blocks.0.resid_post": edits.zero(pos=pos)}):
+        found = model.generate(tokens[chosen], attention_mask=mask[chosen], **options)
+        torch.testing.assert_close(found.logits[0], torch.stack(expected))
+        # Two rows for each text.
+        more = dict(num_return_sequences=2) | options | dict(do_sample=True, top_k=5)
+        twice = model.generate(tokens[chosen], attention_mask=mask[chosen], **more)
+        torch.testing.assert_close(twice.logits[0], torch.stack(expected).repeat_interleave(2, 0))
+        # Without a mask, `transformers` makes a mask from the padding.
+        with pytest.raises(SelectionError, match=r"prefill_chunk_size= .*pass attention_mask="):
+            model.generate(tokens[chosen], **options)
+        whole = model.generate(tokens[chosen][:1, 1:], **options)
+        torch.testing.assert_close(whole.logits[0], expected[0][None])
+    with runner.hooks({"blocks.0.resid_post": edits.zero(pos=slice(4, None))}):
+        model.generate(tokens, **options)
+    # A column of padding is an error in the first chunk too.
+    for form in (options, more):
+        with (
+            runner.hooks({"blocks.0.resid_post": edits.zero(pos=0)}),
+            pytest.raises(SelectionError, match="must be a real token"),
+        ):
+            model.generate(tokens, attention_mask=mask, **form)
+
+
+@pytest.mark.parametrize("how", ["num_beams", "num_return_sequences"])
+@torch.no_grad()
+def test_edits_of_a_generation_select_texts_and_not_beams(how):
+    """The text that an edit selects is generated alone, with the edit at all its rows."""
+    model = made("gpt2")
+    tokens = torch.tensor([[3, 5, 7, 2], [4, 6, 9, 1], [8, 3, 5, 2]])
+    options = dict(max_new_tokens=3, pad_token_id=0, eos_token_id=None)
+    options |= {how: 2} | dict(output_logits=True, return_dict_in_generate=True)
+    # With one token to choose from, both rows of a text are the same.
+    options |= dict(do_sample=how != "num_beams", top_k=1)
+    attach(model)
+    runner = HookedRunner(model)
+    generate = lambda rows: model.generate(tokens[rows], **options)  # noqa: E731
+    at = "blocks.0.resid_post"
+
+    def edited(rows, edit):
+        with runner.hooks({at: edit}):
+            return generate(rows)
+
+    before, zeroed, first = (
+        [generate([n]) for n in range(3)],
+        [edited([n], edits.zero(pos=slice(2, None))) for n in range(3)],
+        [edited([n], edits.zero(pos=[n])) for n in range(3)],
+    )
+
+    def require(found, expected):
+        per_text = len(expected[0].sequences)
+        for n, alone in enumerate(expected):
+            rows = slice(n * per_text, (n + 1) * per_text)
+            assert torch.equal(found.sequences[rows], alone.sequences)
+            torch.testing.assert_close(found.logits[0][2 * n : 2 * n + 2], alone.logits[0])
+
+    every = [0, 1, 2]
+    require(
+        edited(every, edits.zero(batch=1, pos=slice(2, None))), [before[0], zeroed[1], before[2]]
+    )
+    require(
+        edited(every, edits.zero(batch=[-1, 0], pos=slice(2, None))),
+        [zeroed[0], before[1], zeroed[2]],
+    )
+    require(edited(every, edits.zero(pos=[[0], [1], [2]])), first)
+    with pytest.raises(SelectionError, match="one entry for each of 3 texts.*got 6"):
+        edited(every, edits.zero(pos=[[0]] * 6))
+    with pytest.raises(SelectionError, match="batch"):
+        edited(every, edits.zero(batch=3))
+    # A hook runs the model on other texts, whose number is not the number of texts or rows.
+    other = torch.tensor([[3, 5]] * 5)
+    zero = {at: edits.zero(batch=1)}
+    inside = lambda value, point: runner.run_with_hooks(other, hooks=zero) and None  # noqa: E731
+    with pytest.raises(SelectionError, match="unknown which text each of the 5 rows"):
+        edited(every, inside)

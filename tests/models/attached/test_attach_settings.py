@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from hooks import HookedRunner, HookError, HookPoint, start_of_piece
+from hooks import HookedRunner, HookError, HookPoint, SelectionError, start_of_piece
+from hooks.base import all_but
 from interp import (
     Pairs,
     activation_patching,
@@ -956,10 +957,37 @@ def test_a_generation_whose_pieces_do_not_follow_is_refused(options):
         run = lambda: model.generate(repeated, max_new_tokens=6, do_sample=False, **options)  # noqa: E731
         with pytest.raises(HookError, match="follow"):
             HookedRunner(model).run_with_cache(run=run, names="blocks.*.resid_post")
-        zero = {"blocks.1.mlp_out": edits.zero(pos=-1)}
-        with HookedRunner(model).hooks(zero):
-            # Edits work, because they do not join the values of several runs.
-            run()
+        for pos in (slice(None), slice(4, None), -1):
+            with HookedRunner(model).hooks({"blocks.1.mlp_out": edits.zero(pos=pos)}):
+                if pos == -1 and "prompt_lookup_num_tokens" in options:
+                    # A run also reads candidates after the last token.
+                    with pytest.raises(SelectionError, match="prompt_lookup_num_tokens="):
+                        run()
+                else:
+                    # Edits work, because they do not join the values of several runs.
+                    run()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("pos", [slice(None), slice(4, None), 5, all_but(0)], ids=str)
+@torch.no_grad()
+def test_edits_of_assisted_decoding_count_from_the_start(pos):
+    """Assisted greedy decoding has the tokens of greedy decoding."""
+    model, draft = made("llama"), made("llama")
+    repeated = TOKENS[:1, :2].repeat(1, 3)
+    options = dict(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    ways = [dict(prompt_lookup_num_tokens=2), dict(assistant_model=draft)]
+    attach(model)
+    runner = HookedRunner(model)
+    with runner.hooks({"blocks.0.resid_post": edits.scale(0.3, pos=pos)}):
+        greedy = model.generate(repeated, **options)
+        for way in ways:
+            assert torch.equal(model.generate(repeated, **options, **way), greedy)
+    with runner.hooks({"blocks.0.resid_post": edits.scale(0.3, pos=[-2, -1])}):
+        for way in ways:
+            (name,) = way
+            with pytest.raises(SelectionError, match=f"from the start.*leave out {name}="):
+                model.generate(repeated, **options, **way)
 
 
 def test_embeddings_may_be_given_instead_of_tokens():

@@ -11,9 +11,10 @@ import torch
 from torch.compiler import set_stance
 
 from hooks import HookedRunner, SelectionError
-from hooks.base import Text
+from hooks.base import Text, all_but
 from interp import direct_logit_attribution, edits, head_scores
 from models import (
+    KVCache,
     Sampling,
     Transformer,
     TransformerConfig,
@@ -715,3 +716,56 @@ def test_the_ends_of_rows_belong_to_the_model_that_generates():
     once = functools.partial(generate, model, max_new_tokens=12, stop=stop)
     _, cache = HookedRunner(model).run_with_cache(["impor", "impor"], run=once)
     assert "attention_mask" not in cache.inputs
+
+
+FROM_THE_END = {"-1": -1, "slice": slice(-2, None), "[-4]": [-4], "all_but": all_but(-1)}
+
+
+@pytest.mark.parametrize("chunk", [3, 5, 11])
+@pytest.mark.parametrize("pos", FROM_THE_END)
+@torch.no_grad()
+def test_positions_from_the_end_of_a_prompt_do_not_depend_on_chunks(pos, chunk):
+    """Each prompt alone in one run, with a hook that writes zeros at its positions."""
+    model, prompts = pydoc(), ["part ZQXJ", "ask for ZQXJ-KV8"]
+    zeros = {"blocks.1.resid_post": edits.zero(pos=FROM_THE_END[pos])}
+    for several in (prompts, prompts[:1], prompts[1:]):
+        with HookedRunner(model).hooks(zeros, receipts=True) as context:
+            steps = generate_steps(model, several, max_new_tokens=1, prefill_chunk=chunk)
+            found = next(steps).logits
+        if pos == "-1":
+            assert context.receipts[0].rows == len(several)
+        for text, logits in zip(several, found, strict=True):
+            selected = places(FROM_THE_END[pos], len(text))
+
+            def hook(value, point, selected=selected):
+                value[:, selected] = 0
+
+            alone = HookedRunner(model).run_with_hooks(text, hooks={"blocks.1.resid_post": hook})
+            close(logits, alone[0, -1], atol=1e-4)
+
+
+def places(pos, n):
+    """Return the places that a selection from the end selects in a text of `n` tokens."""
+    if not isinstance(pos, int | slice | list):
+        return list(range(n - 1))
+    return np.arange(n)[pos if not isinstance(pos, int) else [pos]].tolist()
+
+
+@torch.no_grad()
+def test_a_run_inside_a_chunk_is_no_chunk():
+    """A hook runs another model, with a cache of keys: its last position is its own."""
+    model, inner = pydoc(), copy.deepcopy(pydoc())
+    zeros = {"blocks.1.resid_post": edits.zero(pos=-1)}
+    tokens = inner.to_tokens("import").tokens
+    expected = HookedRunner(inner).run_with_hooks(tokens, hooks=zeros)
+    outputs = []
+
+    def hook(value, point):
+        runner = HookedRunner(inner)
+        outputs.append(runner.run_with_hooks(tokens, kv_cache=KVCache(), hooks=zeros))
+
+    with HookedRunner(model).hooks({"blocks.0.mlp_out": hook}):
+        generate(model, "part ZQXJ-KV8", max_new_tokens=1, prefill_chunk=4)
+    assert len(outputs) == 4
+    for output in outputs:
+        close(output, expected, atol=1e-4)
