@@ -157,6 +157,19 @@ class Edit:
         is_same = self.source is None or self.source.is_same_everywhere(point, self.where)
         return acts if acts is False or (is_same and self.name in SAME_EVERYWHERE) else None
 
+    def differs_by_text(self, point: Point) -> bool:
+        """Return whether the edit depends on the number of a text in its batch.
+
+        For example, it selects texts, or writes another value into each text.
+
+        Args:
+            point: the point of the edit.
+        """
+        selects_texts = "batch" in self.where
+        has_lists = any(selection.is_by_example for selection in self.where.values())
+        has_rows = self.source is not None and self.source.has_rows(point, self.where)
+        return selects_texts or has_lists or has_rows
+
     def at_one_position(self) -> "Edit":
         """Return the edit for a value of one position, which the edit selects."""
         where = dict(self.where)

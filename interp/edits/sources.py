@@ -158,6 +158,24 @@ class ValueSource:
 
         return numbered(self._digests, are_equal)
 
+    def has_rows(self, point: Point, where: Where) -> bool:
+        """Return whether the source has a value for each of several texts at a point.
+
+        Args:
+            point: the point.
+            where: the places that the edit selects. A tensor may lack an axis along which one index
+                is selected.
+        """
+        if "batch" in self.whole or "batch" not in point.axes:
+            return False
+        if isinstance(self.values, ActivationCache):
+            text = text_of(self.values)
+            return text is None or len(text.tokens) > 1
+        if not isinstance(self.values, Tensor):
+            return False
+        n_axes = sum(1 for axis in point.axes if axis not in where or not where[axis].is_one)
+        return self.values.ndim >= n_axes and len(self.values) > 1
+
     def is_same_everywhere(self, point: Point, where: Where) -> bool:
         """Return whether the source is a vector, with the same values at each position and text.
 

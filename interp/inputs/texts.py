@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from hooks import HookError
 from hooks.base import (
-    Selection,
     Text,
     Texts,
     each_text,
@@ -88,29 +87,29 @@ def padded(texts: Sequence[Any], model: nn.Module, numbers: Sequence[int]) -> Te
 
 
 def require_edits_of_all_texts(*models: nn.Module) -> None:
-    """Check that the active edits do not select some of the texts.
+    """Check that the active edits are the same for all texts.
 
     Call this function in analyses that run texts in batches of their own. There, an edit with
-    `batch=1` would act on one text of each batch.
+    `batch=1` would act on one text of each batch, and a source with a value for each text would
+    write the same values into the texts of each batch.
 
     Args:
         models: the models that will read the texts.
 
     Raises:
-        HookError: if an edit that acts on a model selects examples, or has a list of positions for
-            each example.
+        HookError: if an edit that acts on a model depends on the number of a text.
     """
     for model in models:
         for edited in edited_points_in_force(model):
             for hook in edited.hooks:
-                # The edits of `interp.edits`, which is a later package, have this attribute.
-                where: Mapping[str, Selection] = getattr(hook, "where", {})
-                if "batch" in where or any(index.is_by_example for index in where.values()):
+                # The edits of `interp.edits`, which is a later package, have this method.
+                differs = getattr(hook, "differs_by_text", None)
+                if differs is not None and differs(edited.point):
                     raise HookError(
-                        "an active edit must act on all texts in an analysis that runs texts in "
-                        f"batches of its own; got {hook!r} at {edited.point.name}, which counts "
-                        "the rows of each batch: leave out batch=, and call the analysis for the "
-                        "edited texts and for the other texts separately"
+                        "an active edit must be the same for all texts in an analysis that runs "
+                        f"texts in batches of its own; got {hook!r} at {edited.point.name}, which "
+                        "would count the texts of each batch: leave out batch= and values for each "
+                        "text, or run the texts in one batch with runner.run_with_cache(texts)"
                     )
 
 

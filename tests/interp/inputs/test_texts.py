@@ -48,7 +48,16 @@ def changed(model):
 def test_edits_of_some_texts_are_refused_in_batches_of_an_analysis(name, receipts):
     model = pydoc()
     runner = HookedRunner(model)
-    for edit in (edits.zero(batch=1), edits.zero(pos=[[1], [0]])):
+    _, cache = runner.run_with_cache(TEXTS[:2], names="blocks.0.mlp_out")
+    values = cache["mlp_out", 0]
+    listed = (
+        edits.zero(batch=1),
+        edits.zero(pos=[[1], [0]]),
+        edits.replace(cache, pos=-1),
+        edits.add(values[:, :1]),
+        edits.add(values[:, 0], pos=0),
+    )
+    for edit in listed:
         with (
             pytest.raises(HookError, match="leave out batch="),
             runner.hooks({"blocks.0.mlp_out": edit}, receipts=receipts),
@@ -59,8 +68,12 @@ def test_edits_of_some_texts_are_refused_in_batches_of_an_analysis(name, receipt
 def test_edits_of_all_texts_act_in_batches_of_an_analysis():
     model = pydoc()
     runner = HookedRunner(model)
-    hooks = {"blocks.0.mlp_out": edits.zero(pos=-1)}
-    with runner.hooks(hooks):
+    _, cache = runner.run_with_cache("import", names="embed")
+    one_value = cache["embed"][0, -1]
+    # These edits add one value to the embeddings of all texts.
+    added = [edits.add(one_value), edits.add(cache["embed"][:, -1:])]
+    hooks = [("blocks.0.mlp_out", edits.zero(pos=-1))]
+    with runner.hooks([*hooks, *(("embed", edit) for edit in added)]):
         means = [statistics(model, TEXTS, POINT, batch=size)[POINT].mean for size in (1, 2, 5)]
     alone = []
     for text in TEXTS:
@@ -68,7 +81,8 @@ def test_edits_of_all_texts_act_in_batches_of_an_analysis():
         def zero(value, point):
             value[:, -1] = 0
 
-        with runner.hooks({"blocks.0.mlp_out": zero}):
+        add = lambda value, point: value + 2 * one_value  # noqa: E731
+        with runner.hooks({"blocks.0.mlp_out": zero, "embed": add}):
             alone.append(runner.capture(text, names=POINT)[POINT][0])
     for mean in means:
         torch.testing.assert_close(mean.float(), torch.cat(alone).mean(0), rtol=1e-4, atol=1e-4)
