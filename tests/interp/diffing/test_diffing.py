@@ -227,13 +227,11 @@ def test_a_tied_weight_is_one_weight_if_both_models_tie_it(kind):
     tuned = scaled(tied, [embedding], 1.5)
     change = compare_models(tuned, tied, tokens)
     assert change.outside_layers == (embedding,)
-    if kind == "attached":
-        assert f": {embedding} (also {unembedding}) (all changed weights" in repr(change)
-        assert f"{embedding} (also {unembedding}) [" in repr(change.weights)
-        assert change.weights[unembedding] is change.weights[embedding]
-    else:
-        # The unembedding of a plain model has no weight of its own.
-        assert "also" not in repr(change)
+    # The same parameter has both names.
+    assert tied.get_parameter(unembedding) is tied.get_parameter(embedding)
+    assert f": {embedding} (also {unembedding}) (all changed weights" in repr(change)
+    assert f"{embedding} (also {unembedding}) [" in repr(change.weights)
+    assert change.weights[unembedding] is change.weights[embedding]
     assert len(change.weights.changes) == len([*tied.parameters()])
     assert change.weights[embedding].rows[0] == "embedding and unembedding"
 

@@ -267,6 +267,7 @@ def test_a_direction_is_an_edit_of_its_own_points(model):
     assert repr(edits.add(v, 2.0)).startswith("edits.add(")
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_place_of_a_direction_has_the_forms_of_a_key_of_a_cache():
     names = ["blocks.2.resid_post", "blocks.5.resid_post", "blocks.3.mlp_out", "encoder"]
     v = Direction({name: torch.tensor([float(number)]) for number, name in enumerate(names)})
