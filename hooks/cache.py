@@ -373,7 +373,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         The result is None if all tokens are real, the padding is unknown, or `at` dropped the axis.
 
         Args:
-            axis: `pos`, `query` or `key`.
+            axis: `pos`, `query` or `key`; or `encoder_pos` for the texts of an encoder.
             name: the name of a value, if the run read several batches of texts, such as the texts
                 of an encoder and its decoder: the mask is for the texts of this value.
         """

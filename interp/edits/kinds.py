@@ -202,7 +202,8 @@ def mean(
             axes, its first axis is the batch.
         attention_mask: 1 or True for real columns of the reference. Padding is ignored. At `scores`
             and `pattern`, only padding of queries is ignored: the mean at a key contains texts in
-            which this key is padding. Default: the mask of a cache; a tensor has no padding.
+            which this key is padding. At keys and values of attention to an encoder, it is the mask
+            of the encoder's texts. Default: the mask of a cache; a tensor has no padding.
         where: the place that is replaced, by axis.
 
     Returns:
@@ -279,7 +280,7 @@ def _averaged(
         return place.in_order(value.mean(dims, keepdim=True))
     if source.rows == "all" and place.positions not in dims:
         require_same_starts(source, place)
-    mask = source.mask(place.point.name)
+    mask = source.mask_of_columns(place.point.name, place.axes)
     if mask is None or (not has_own_mask and place.positions is None):
         return value.mean(dims, keepdim=True)
     return _mean_of_real(value, _real_columns(mask, axes, value, place), dims, place)
@@ -351,7 +352,7 @@ def _donated(
     """
     batch = place.axes.index("batch")
     n_rows = place.sizes[batch]
-    mask = source.mask(place.point.name)
+    mask = source.mask_of_columns(place.point.name, place.axes)
     padding = None if mask is None else mask.tolist()
     counts = [value.shape[batch]] if padding is None else [value.shape[batch], len(padding)]
     if {*counts} != {n_rows}:
@@ -484,7 +485,9 @@ def _real_columns(mask: Tensor, averaged_axes: Axes, value: Tensor, place: Regio
         value: the values of the reference.
         place: the place that the edit changes.
     """
-    axes = tuple(axis for axis in place.axes if axis in ("batch", "pos", "query"))
+    axes = tuple(
+        axis for dim, axis in enumerate(place.axes) if axis == "batch" or dim == place.positions
+    )
     if len(axes) < 2:
         raise EditError(padding_messages.mask_axes(place.point))
     source = SourceValue(mask, axes, whole=averaged_axes, what="attention_mask")

@@ -51,7 +51,7 @@ def require_real_source(source: ValueSource, place: Region, where: Where) -> Non
             continue
         if source.rows == "donor" and axis in where and where[axis].counts_back:
             _require_same(run_mask, source_mask, place)
-        elif axis not in POSITION_AXES or place.source_columns is None:
+        elif dim != place.positions or place.source_columns is None:
             _require_real(run_mask, source_mask, place, dim)
         if axis not in POSITION_AXES and "query" in axes:
             _require_same_keys(run_mask, source_mask, place, where, dim)
@@ -73,7 +73,7 @@ def require_same_starts(source: ValueSource, place: Region) -> None:
         return
     axis = place.axes[place.positions]
     n_rows = place.sizes[place.axes.index("batch")]
-    of_source = source.mask(place.point.name, axis)
+    of_source = source.mask_of_columns(place.point.name, place.axes)
     of_run = piece_read().mask_along(axis, n_rows, place.sizes[place.positions])
     starts = set()
     for mask in (of_source, of_run):

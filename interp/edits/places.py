@@ -96,6 +96,20 @@ def selects_end(where: Where, point: Point, n_pos: int) -> bool | None:
     return chosen.pop() if len(chosen) == 1 else None
 
 
+def columns_axis(axes: Sequence[str]) -> str | None:
+    """Return the axis of the columns of a text; None without this axis.
+
+    It is `pos` or `query`. Keys and values of attention to an encoder have neither of them. Their
+    columns are the columns of the encoder's text.
+
+    >>> columns_axis(("batch", "head", "query", "encoder_pos"))
+    'query'
+    >>> columns_axis(("batch", "encoder_pos", "head", "d_head"))
+    'encoder_pos'
+    """
+    return next((axis for axis in ("pos", "query", "encoder_pos") if axis in axes), None)
+
+
 @dataclass(frozen=True, eq=False)
 class SourceColumns:
     """The columns of a source for the positions that an edit selects.
@@ -151,7 +165,8 @@ class Region(NamedTuple):
         firsts: the start of the box along each axis. Starts along `TEXT_AXES` count from the start
             of the whole text, so they are negative at the virtual tokens of an adapter.
         n_virtual: the number of virtual tokens before the text. They are keys but not positions.
-        positions: the index of the axis `pos` or `query`; None without one of these axes.
+        positions: the index of the axis of a text's columns; None without this axis. See
+            `columns_axis`.
         mask: a boolean mask of the places that change, which broadcasts to the box; None for the
             whole box. Padded keys never change.
         source_columns: the source's column for each position of the box, with the same number of
@@ -404,10 +419,12 @@ def _frame(activation: Tensor, point: Point, needs_positions: bool) -> _Frame:
     shape = tuple(activation.shape)
     if len(axes) != len(shape):
         raise EditError(f"{point} must have the axes that it declares; got shape {shape}")
-    positions = next((dim for dim, axis in enumerate(axes) if axis in ("pos", "query")), None)
+    axis_of_columns = columns_axis(axes)
+    positions = None if axis_of_columns is None else axes.index(axis_of_columns)
     if needs_positions and positions is None:
         raise EditError(f"source_pos needs an axis of positions; got {point}")
-    start = None if positions is None else piece_read().start
+    # The texts of an encoder have no earlier columns.
+    start = piece_read().start if axis_of_columns in TEXT_AXES else None
     sizes = shape
     if positions is not None and start is not None:
         end = start + shape[positions]
@@ -460,8 +477,9 @@ def _source_column_of_each(
     rows = selected.rows(size, what, batch=n_rows, real=real, whole=whole)
     if axis in TEXT_AXES and real is not None and not selected.counts_back:
         _require_same_tokens(selected, rows, what, real)
-    if dim == frame.positions and piece.began is not None and selected.counts_back:
-        sizes_so_far = range(piece.began, size + 1)
+    began = piece.began if axis in TEXT_AXES else None
+    if dim == frame.positions and began is not None and selected.counts_back:
+        sizes_so_far = range(began, size + 1)
         rows = _so_far(selected, sizes_so_far, what=what, n_rows=n_rows, real=real)
     sources = [[0]] if source is None else source.rows(n_rows)
     piece_columns = range(frame.firsts[dim], frame.sizes[dim])

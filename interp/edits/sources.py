@@ -35,7 +35,7 @@ from hooks.base import (
     to_device,
     unknown_name,
 )
-from interp.edits.places import SourceColumns, SourceValue, Where, axes_of
+from interp.edits.places import SourceColumns, SourceValue, Where, axes_of, columns_axis
 from interp.inputs.cached import text_of
 from interp.inputs.copies import digests, numbered
 
@@ -109,6 +109,19 @@ class ValueSource:
         mask = values.real(axis, name) if isinstance(values, ActivationCache) else None
         return None if mask is None else mask.cpu()
 
+    def mask_of_columns(self, name: str, axes: Axes) -> Tensor | None:
+        """Return the mask of the real columns of a value's texts, [batch, column], on the CPU.
+
+        The result is None if all columns are real, or if the padding is unknown.
+
+        Args:
+            name: the name of the point.
+            axes: the axes of the value; see `columns_axis`.
+        """
+        if self.attention_mask is not None:
+            return self.attention_mask
+        return self.mask(name, columns_axis(axes) or "pos")
+
     @cached_property
     def _digests(self) -> list[str] | None:
         """The hash of the text of each row; None if the texts are unknown."""
@@ -139,9 +152,10 @@ class ValueSource:
         batch = axes.index("batch")
         if len(self._digests) != value.shape[batch]:
             return None
-        positions = next((dim for dim, axis in enumerate(axes) if axis in POSITION_AXES), None)
+        axis_of_columns = columns_axis(axes)
+        positions = None if axis_of_columns is None else axes.index(axis_of_columns)
         rows = [value.select(batch, row) for row in range(len(self._digests))]
-        mask = self.mask(name)
+        mask = self.mask_of_columns(name, axes)
         # Compare only real columns, because the values of padding may be anything.
         if positions is not None and mask is not None:
             # The rows no longer have the axis of the batch.
@@ -219,19 +233,22 @@ class ValueSource:
                 rule = "edits.replace writes values that are already averaged"
                 error.args = (f"{error.args[0]}; got a value {[*value.shape]} ({rule})",)
                 raise error
-        pos_axis = next((axis for axis in axes if axis in POSITION_AXES), None)
+        pos_axis = columns_axis(axes)
+        if self.columns is not None and pos_axis == "encoder_pos":
+            raise EditError(f"source_pos needs an axis of positions; got {point}")
         n_columns = 1 if pos_axis is None else value.shape[axes.index(pos_axis)]
         selected = self.columns
         if pos_axis is not None:
             selected = self._selected_columns(where.get(pos_axis), pos_axis, point)
         # A cached run of one token must not be repeated along the positions of a longer text.
-        fixed = TEXT_AXES if isinstance(self.values, ActivationCache) else ()
+        is_of_texts = isinstance(self.values, ActivationCache)
+        fixed = (*TEXT_AXES, "encoder_pos") if is_of_texts else ()
         source = SourceValue(value, axes, whole=self.whole, fixed=fixed)
         if selected is None:
             return source
         if pos_axis is not None and self.rows == "all":
             return self._averaged_columns(source, selected, pos_axis, point)
-        real = self._real_rows(len(activation), n_columns, point)
+        real = self._real_rows(len(activation), n_columns, point, axes)
         return replace(source, columns=SourceColumns(selected, n_columns, real))
 
     def with_all_axes(
@@ -270,7 +287,7 @@ class ValueSource:
         batch = source.axes.index("batch")
         n_rows = source.value.shape[batch]
         n_columns = source.value.shape[positions]
-        mask = self.mask(point.name)
+        mask = self.mask_of_columns(point.name, source.axes)
         fits = mask is not None and mask.shape == (n_rows, n_columns)
         columns = selected.columns(
             size=n_columns,
@@ -324,7 +341,7 @@ class ValueSource:
         if axis in self.whole or self.rows == "donor":
             return None
         if self.rows == "all" and selected.is_by_example:
-            if self.mask(point.name) is None and piece_read().columns is None:
+            if self.mask_of_columns(point.name, (axis,)) is None and not _run_has_padding(axis):
                 # Without padding, the columns are the same in all texts.
                 return None
             raise EditError(
@@ -334,7 +351,7 @@ class ValueSource:
             )
         return selected
 
-    def _real_rows(self, batch: int, n_pos: int, point: Point) -> Rows | None:
+    def _real_rows(self, batch: int, n_pos: int, point: Point, axes: Axes) -> Rows | None:
         """Return the columns of real tokens in each text of the source.
 
         The result is None if the source has no padding, or if its mask is unknown.
@@ -343,6 +360,7 @@ class ValueSource:
             batch: the number of texts that the edit changes.
             n_pos: the number of columns of the source.
             point: the point of the edit.
+            axes: the axes of the value.
 
         Raises:
             EditError: if positions are counted from the end of a tensor in a run with padding,
@@ -355,7 +373,7 @@ class ValueSource:
                 given = "a tensor without a mask (pass a cache instead)"
                 raise EditError(padding_messages.mask_unknown(what, given))
             return None
-        mask = self.mask(point.name)
+        mask = self.mask_of_columns(point.name, axes)
         fits = mask is not None and mask.shape[1] == n_pos and len(mask) in (1, batch)
         rows = real_columns(mask) if mask is not None and fits else None
         return rows and [*rows] * (batch // len(rows))
@@ -397,6 +415,15 @@ class ValueSource:
                 f"{list(value.shape)}"
             )
         return value, source_axes
+
+
+def _run_has_padding(axis: str) -> bool:
+    """Return whether the texts of the run have padding along an axis."""
+    piece = piece_read()
+    if axis not in piece.others:
+        return axis in TEXT_AXES and piece.columns is not None
+    mask = piece.others[axis]
+    return piece.columns_along(axis, len(mask), mask.shape[1]) is not None
 
 
 def _unflattened(vector: Shaped[Tensor, "..."], sizes: Mapping[str, int]) -> Shaped[Tensor, "..."]:

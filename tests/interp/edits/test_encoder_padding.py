@@ -1,0 +1,140 @@
+"""Edits at keys and values of attention to an encoder, whose texts have padding.
+
+The expected values come from runs of each text alone, in a model without points.
+"""
+
+import pytest
+import torch
+
+from hooks import EditError, HookedRunner
+from interp import edits
+from models import attach
+from tests import tiny
+
+pytest.importorskip("transformers", reason="needs the extra hf")
+
+ENCODED = [[3, 9, 4], [7, 2, 8, 11, 6, 13]]
+SITES = {"decoder.blocks.1.cross.k": "k", "decoder.blocks.1.cross.v": "v"}
+
+
+def made():
+    model = tiny.model(
+        "T5ForConditionalGeneration", d_ff=13, pad_token_id=0, decoder_start_token_id=1
+    )
+    return tiny.redraw(model.double(), 0.3)
+
+
+def given(texts, side="right"):
+    """Return the padded texts, each with a decoder text of another length."""
+    n_columns = max(map(len, texts))
+    tokens = torch.zeros(len(texts), n_columns, dtype=torch.long)
+    mask = torch.zeros_like(tokens)
+    for row, text in enumerate(texts):
+        columns = slice(0, len(text)) if side == "right" else slice(n_columns - len(text), None)
+        tokens[row, columns] = torch.tensor(text)
+        mask[row, columns] = 1
+    decoded = torch.tensor([[1, 9, 2, 4]] * len(texts))
+    decoded_mask = torch.ones_like(decoded)
+    decoded_mask[0, 2:] = 0
+    return {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "decoder_input_ids": decoded,
+        "decoder_attention_mask": decoded_mask,
+    }
+
+
+@torch.no_grad()
+def alone(text, site):
+    """Return the keys or values of one text, [column, head, d_head], by a hook of PyTorch."""
+    twin = made()
+    seen = []
+    module = getattr(twin.decoder.block[1].layer[1].EncDecAttention, SITES[site])
+    module.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+    twin(input_ids=torch.tensor([text]), decoder_input_ids=torch.tensor([[1, 9]]))
+    return seen[0].unflatten(-1, (2, 6))
+
+
+def edited(model, site, edit, texts):
+    """Return the value at a point after an edit."""
+    runner = HookedRunner(model)
+    with runner.hooks({site: edit}):
+        return runner.run_with_cache(given(texts), names=site)[1][site]
+
+
+@pytest.fixture
+def model():
+    model = made()
+    with attach(model):
+        yield model
+
+
+def cached(model, texts, side="right"):
+    return HookedRunner(model).run_with_cache(given(texts, side))[1]
+
+
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("from_tensor", [False, True])
+def test_a_mean_is_over_the_real_tokens_of_the_encoder(model, site, from_tensor):
+    cache = cached(model, ENCODED)
+    source, options = cache, {}
+    if from_tensor:
+        source, options = cache[site], {"attention_mask": given(ENCODED)["attention_mask"]}
+    values = [alone(text, site) for text in ENCODED]
+    run = [[5, 6, 7, 8, 9, 10]]
+    everything = edits.mean(source, across=("batch", "encoder_pos"), **options)
+    expected = torch.cat(values).mean(0).expand(1, 6, 2, 6)
+    torch.testing.assert_close(edited(model, site, everything, run), expected)
+    by_column = edits.mean(source, across="batch", **options)
+    both = (values[0] + values[1][:3]) / 2
+    expected = torch.cat([both, values[1][3:]])[None]
+    torch.testing.assert_close(edited(model, site, by_column, run), expected)
+    of_last = edits.mean(source, across="batch", encoder_pos=-1, **options)
+    changed = edited(model, site, of_last, run)
+    torch.testing.assert_close(changed[0, -1], (values[0][-1] + values[1][-1]) / 2)
+    torch.testing.assert_close(changed[0, :-1], alone(run[0], site)[:-1])
+
+
+def test_a_mean_at_each_column_needs_encoder_texts_that_begin_together(model):
+    cache = cached(model, ENCODED, side="left")
+    site = "decoder.blocks.1.cross.v"
+    with pytest.raises(EditError, match="encoder_pos"):
+        edited(model, site, edits.mean(cache, across="batch"), [[5, 6, 7, 8, 9, 10]])
+    values = [alone(text, site) for text in ENCODED]
+    of_last = edits.mean(cache, across="batch", encoder_pos=-1)
+    changed = edited(model, site, of_last, [[5, 6, 7], [5, 8]])
+    for row, last in enumerate((2, 1)):
+        torch.testing.assert_close(changed[row, last], (values[0][-1] + values[1][-1]) / 2)
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_a_donor_has_the_same_padding_in_the_encoder(model, site):
+    with pytest.raises(EditError, match="same padding"):
+        edited(model, site, edits.resample(cached(model, ENCODED)), ENCODED)
+    texts = [*ENCODED, [5, 12, 2], [3, 2, 1, 4, 6, 5]]
+    changed = edited(model, site, edits.resample(cached(model, texts)), texts)
+    for row, donor in enumerate((2, 3, 0, 1)):
+        expected = alone(texts[donor], site)
+        torch.testing.assert_close(changed[row, : len(expected)], expected)
+
+
+def test_the_last_token_of_a_source_is_its_last_real_token_of_the_encoder(model):
+    site = "decoder.blocks.1.cross.v"
+    edit = edits.replace(cached(model, ENCODED), encoder_pos=-1)
+    run = [[5, 6, 7, 8, 9, 10], [5, 8]]
+    changed = edited(model, site, edit, run)
+    torch.testing.assert_close(changed[0, 5], alone(ENCODED[0], site)[-1])
+    torch.testing.assert_close(changed[1, 1], alone(ENCODED[1], site)[-1])
+    torch.testing.assert_close(changed[1, 0], alone(run[1], site)[0])
+
+
+def test_source_pos_has_no_meaning_at_values_of_an_encoder(model):
+    edit = edits.replace(cached(model, ENCODED), source_pos=-1)
+    with pytest.raises(EditError, match="source_pos"):
+        edited(model, "decoder.blocks.1.cross.v", edit, ENCODED)
+
+
+def test_a_source_of_one_token_is_not_repeated_along_the_encoder(model):
+    edit = edits.replace(cached(model, [[4], [5]]))
+    with pytest.raises(EditError, match="encoder_pos"):
+        edited(model, "decoder.blocks.1.cross.v", edit, [[5, 6, 7], [5, 8, 9]])
