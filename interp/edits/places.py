@@ -423,8 +423,7 @@ def _frame(activation: Tensor, point: Point, needs_positions: bool) -> _Frame:
     positions = None if axis_of_columns is None else axes.index(axis_of_columns)
     if needs_positions and positions is None:
         raise EditError(f"source_pos needs an axis of positions; got {point}")
-    # The texts of an encoder have no earlier columns.
-    start = piece_read().start if axis_of_columns in TEXT_AXES else None
+    start = None if positions is None else piece_read().start
     sizes = shape
     if positions is not None and start is not None:
         end = start + shape[positions]

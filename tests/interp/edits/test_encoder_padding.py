@@ -138,3 +138,46 @@ def test_a_source_of_one_token_is_not_repeated_along_the_encoder(model):
     edit = edits.replace(cached(model, [[4], [5]]))
     with pytest.raises(EditError, match="encoder_pos"):
         edited(model, "decoder.blocks.1.cross.v", edit, [[5, 6, 7], [5, 8, 9]])
+
+
+def test_a_mean_has_one_last_token_for_all_texts_of_the_encoder(model):
+    site = "decoder.blocks.1.cross.v"
+    texts = [[3, 9, 4], [7, 2, 8]]
+    edit = edits.mean(cached(model, texts), across="batch", encoder_pos=[[-1], [-2]])
+    changed = edited(model, site, edit, [[5, 6, 7], [5, 8, 9]])
+    values = [alone(text, site) for text in texts]
+    for row, column in enumerate((2, 1)):
+        expected = (values[0][column] + values[1][column]) / 2
+        torch.testing.assert_close(changed[row, column], expected)
+    with pytest.raises(EditError, match="one encoder_pos"):
+        edited(model, site, edit, [[5, 6, 7], [5, 8]])
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@torch.no_grad()
+def test_the_last_token_of_the_encoder_stays_the_same_in_a_generation(model, use_cache):
+    twin = made()
+
+    def without_last(module, args, output):
+        output = output.clone()
+        for row, text in enumerate(ENCODED):
+            output[row, len(text) - 1] = 0
+        return output
+
+    twin.decoder.block[1].layer[1].EncDecAttention.v.register_forward_hook(without_last)
+    options = {
+        "input_ids": given(ENCODED)["input_ids"],
+        "attention_mask": given(ENCODED)["attention_mask"],
+        "decoder_input_ids": torch.tensor([[1, 9, 2, 4]] * 2),
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "use_cache": use_cache,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    expected = twin.generate(**options)
+    edit = edits.zero(encoder_pos=-1)
+    with HookedRunner(model).hooks({"decoder.blocks.1.cross.v": edit}):
+        output = model.generate(**options)
+    assert torch.equal(output.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(output.logits), torch.stack(expected.logits))
