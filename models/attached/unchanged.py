@@ -14,8 +14,8 @@ from hooks import HookError
 
 _OF_TRAINING = ("drop", "init", "loss", "jitter")
 """Parts of the names of numbers that only training uses."""
-_OF_FACTORS = ("logit", "multiplier", "eps")
-"""Parts of the names of factors, caps and epsilons that may be whole numbers or None."""
+_OF_FACTORS = ("logit", "multiplier")
+"""Parts of the names of factors and caps that may be whole numbers or None."""
 
 
 class Unchanged:
@@ -60,7 +60,8 @@ class Unchanged:
         """Store the numbers of a module or a config."""
         for name, value in vars(owner).items():
             is_factor = isinstance(value, float) or any(part in name for part in _OF_FACTORS)
-            is_number = value is None or isinstance(value, int | float)
+            # A switch, such as `output_router_logits`, may change.
+            is_number = value is None or type(value) in (int, float)
             if is_factor and is_number and not any(part in name for part in _OF_TRAINING):
                 self.numbers.append((owner, name, value))
 

@@ -150,12 +150,14 @@ def test_models_that_differ_in_their_unembedding_are_not_equal(kind):
 
 
 @torch.no_grad()
-def test_numbers_that_only_training_uses_may_change():
+def test_switches_and_numbers_that_only_training_uses_may_change():
     model = made("llama")
+    model.config.output_router_logits = False
     with attach(model) as attached:
         logits = model(TOKENS).logits
         model.config.attention_dropout = 0.5
         model.config.initializer_range = 0.3
+        model.config.output_router_logits = True
         assert torch.equal(model(TOKENS).logits, logits)
         assert attach(model) is attached
 
