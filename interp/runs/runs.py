@@ -348,18 +348,17 @@ class Runs:
             The mask, or None without axes of positions, or without a mask of the texts.
         """
         n_examples = len(self.pairs)
-        exists = torch.ones([*(1 for _ in labels), n_examples], dtype=torch.bool, device=device)
-        is_known = False
+        exists: Bool[Tensor, "..."] | None = None
         for dim, (axis, columns) in enumerate(labels.items()):
             real = self._real_along(axis, columns, point)
             if real is None:
                 continue
-            is_known = True
-            shape = [1] * exists.ndim
+            shape = [1] * (len(labels) + 1)
             shape[dim] = len(columns)
             shape[-1] = n_examples
-            exists = exists & to_device(real, device)[:, [*columns]].T.reshape(shape)
-        return exists if is_known else None
+            along = to_device(real, device)[:, [*columns]].T.reshape(shape)
+            exists = along if exists is None else exists & along
+        return exists
 
     def _real_along(
         self, axis: str, columns: Sequence[Any], point: str | None
