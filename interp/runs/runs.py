@@ -348,7 +348,7 @@ class Runs:
             The mask, or None without axes of positions, or without a mask of the texts.
         """
         n_examples = len(self.pairs)
-        exists: Bool[Tensor, "..."] | None = None
+        exists: Tensor | None = None
         for dim, (axis, columns) in enumerate(labels.items()):
             real = self._real_along(axis, columns, point)
             if real is None:
