@@ -24,7 +24,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,8 +32,6 @@ from torch import Tensor, nn
 from hooks import HookError, HookPoint, start_of_piece
 from hooks.base import (
     Piece,
-    Prompt,
-    Scoped,
     Shards,
     Words,
     carried,
@@ -52,7 +49,8 @@ from hooks.base import (
     with_first_tensor,
 )
 from hooks.shared import Wire, is_listened_to
-from models.attached.original import HOOKED, is_encoder_decoder
+from models.attached.generating import Generation, generation_now
+from models.attached.original import HOOKED
 from models.attached.unchanged import Unchanged, raise_for
 from models.checks import should_read
 from models.running.masks import as_boolean
@@ -65,8 +63,6 @@ The newer versions warn about the old names.
 
 # The numbers of rows and positions of this run, for modules that join them in one axis.
 texts_read: ContextVar[tuple[int, ...]] = ContextVar("texts", default=())
-
-_generation = Scoped["Generation | None"]("generation", None)
 
 
 class Replaced:
@@ -126,174 +122,14 @@ class Generate(Replaced):
                 "attached = attach(model)"
             )
         model: Any = getattr(self.inner, "__self__", None)
-        named = dict(zip(_OF_GENERATE, args, strict=False)) | kwargs
-        prompt = _prompt_in_chunks(model, named)
-        generation = Generation(model, named)
-        with _generation.set(generation), in_chunks(prompt):
+        generation = Generation(model, args, kwargs)
+        with generation_now.set(generation), in_chunks(generation.prompt()):
             output = self.inner(*args, **kwargs)
         if (ends := row_ends()) is not None:
-            running = _running(model, output, named)
+            running = generation.running(output)
             if running is not None:
                 ends.note(model, running)
         return output
-
-
-class Generation:
-    """Facts about a call of `generate`, for its runs.
-
-    Args:
-        model: the model that generates.
-        named: the arguments of `generate`, by name.
-
-    Attributes:
-        why_no_end: the reason why positions cannot count from the end of a text; empty if they can.
-        began: for a generation without a cache, in which every run reads the whole text again: the
-            number of columns that its first run read.
-    """
-
-    def __init__(self, model: Any, named: Mapping[str, Any]) -> None:
-        self.why_no_end = _why_no_end(model, named)
-        self.began: int | None = None
-        names = ("inputs", "input_ids", "inputs_embeds")
-        given = [named[name] for name in names if isinstance(named.get(name), Tensor)]
-        self._n_texts = len(given[0]) if given else None
-        self._most = _most_copies(model, named)
-        # A hook may run another model.
-        self._modules = {*model.modules()} if self._most > 1 else set[nn.Module]()
-
-    def copies(self, n_rows: int, forward: Any) -> int:
-        """Return the number of rows of each text in a run: beams, or returned texts.
-
-        The rows of a text follow one another. The result is 0 if the rows are of unknown texts.
-
-        Args:
-            n_rows: the number of rows of the run.
-            forward: the forward of the module that reads the texts.
-        """
-        if self._most == 1 or getattr(forward, "__self__", None) not in self._modules:
-            return 1
-        if n_rows == self._n_texts:
-            return 1
-        return self._most if n_rows == (self._n_texts or 0) * self._most else 0
-
-
-_OF_GENERATE = ("inputs", "generation_config", "logits_processor", "stopping_criteria")
-"""The first parameters of `generate`, in order."""
-
-
-def _setting(model: Any, named: Mapping[str, Any], name: str) -> Any:
-    """Return a setting of a call of `generate`: its argument, or the number in its configuration.
-
-    Args:
-        model: the model that generates.
-        named: the arguments of `generate`, by name.
-        name: the name of the setting.
-    """
-    if name in named:
-        return named[name]
-    of_call = getattr(named.get("generation_config"), name, None)
-    of_model = getattr(model, "generation_config", None)
-    return getattr(of_model, name, None) if of_call is None else of_call
-
-
-def _most_copies(model: Any, named: Mapping[str, Any]) -> int:
-    """Return the number of rows of each text in a call of `generate`: beams, or returned texts."""
-    numbers = [_setting(model, named, name) for name in ("num_beams", "num_return_sequences")]
-    return max(number or 1 for number in numbers)
-
-
-def _tokens_of_prompts(model: Any, named: Mapping[str, Any]) -> Tensor | None:
-    """Return the tokens that a generation continues, [batch, pos]; None without such tokens.
-
-    For a model with an encoder, these are the tokens of the decoder.
-    """
-    names = ("decoder_input_ids",) if is_encoder_decoder(model) else ("inputs", "input_ids")
-    given = [named.get(name) for name in names]
-    return next((tokens for tokens in given if isinstance(tokens, Tensor)), None)
-
-
-def _prompt_in_chunks(model: Any, named: Mapping[str, Any]) -> Prompt | None:
-    """Return the prompt of a generation with `prefill_chunk_size`; None without this setting.
-
-    Args:
-        model: the model that generates.
-        named: the arguments of `generate`, by name.
-    """
-    if _setting(model, named, "prefill_chunk_size") is None or is_encoder_decoder(model):
-        return None
-    mask = named.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        rows = mask.bool().repeat_interleave(_most_copies(model, named), 0)
-        return Prompt(Piece(0, rows), mask.shape[1])
-    tokens = _tokens_of_prompts(model, named)
-    return None if tokens is None else Prompt(Piece(0), tokens.shape[1])
-
-
-def _why_no_end(model: Any, named: Mapping[str, Any]) -> str:
-    """Return the reason why positions cannot count from the end of a text; empty if they can.
-
-    Args:
-        model: the model that generates.
-        named: the arguments of `generate`, by name.
-    """
-    for name in ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp"):
-        if _setting(model, named, name):
-            return (
-                f"{name}= makes runs read candidate tokens after the text (leave out {name}= to "
-                "count from the end)"
-            )
-    if _setting(model, named, "prefill_chunk_size") is None:
-        return ""
-    remedy = "(leave out prefill_chunk_size= to count from the end)"
-    tokens = _tokens_of_prompts(model, named)
-    if tokens is None or is_encoder_decoder(model):
-        return f"prefill_chunk_size= divides prompts of unknown length {remedy}"
-    mask, pad = named.get("attention_mask"), _setting(model, named, "pad_token_id")
-    is_mask = isinstance(mask, Tensor) and mask.ndim == 2
-    if not is_mask and pad is not None and bool((tokens == pad).any()):
-        return "prefill_chunk_size= divides prompts of unknown padding (pass attention_mask=)"
-    return ""
-
-
-def _running(model: Any, output: Any, named: Mapping[str, Any]) -> Tensor | None:
-    """Return which new columns of a generation belong to the text of each row, [batch, pos].
-
-    The last token of a row, such as its stop token, is not read if the row is alone. So its column
-    does not belong to the text. The last new token of all rows is never read and has no column. The
-    result is None for a single row, and if no column was read after the prompt.
-
-    Args:
-        model: the model that generated.
-        output: the output of its `generate`.
-        named: the arguments of `generate`, by name.
-
-    Raises:
-        HookError: if rows may have ended at other tokens than the end-of-text tokens of the call,
-            and the tokens do not show where.
-    """
-    tokens: Tensor = getattr(output, "sequences", output)
-    setting = partial(_setting, model, named)
-    prompts = _tokens_of_prompts(model, named)
-    width = int(is_encoder_decoder(model)) if prompts is None else prompts.shape[1]
-    new = tokens[:, width:]
-    if len(new) < 2 or new.shape[1] < 2:
-        return None
-    ends, pad = setting("eos_token_id"), setting("pad_token_id")
-    ends = torch.as_tensor([] if ends is None else ends, device=new.device).flatten()
-    pads = torch.as_tensor([] if pad is None else pad, device=new.device).flatten()
-    is_end = torch.isin(new, ends)
-    if setting("stop_strings") or named.get("stopping_criteria"):
-        if not len(ends) or not len(pads) or bool(torch.isin(pads, ends).any()):
-            raise HookError(
-                "a cached generation of several texts with stop_strings= or stopping_criteria= "
-                "must show where each text ends: pass eos_token_id=, and a pad_token_id= that is "
-                "not one of its tokens"
-            )
-        # The padding after the end of a row reaches the last column.
-        later = torch.isin(new, pads).int().flip(1).cummin(1).values.flip(1).bool()
-        is_end |= later.roll(-1, 1) & ~later
-    # A row continues while it has no end up to this token.
-    return (is_end.cumsum(1) == 0)[:, :-1]
 
 
 class StackForward(Replaced):
@@ -410,7 +246,7 @@ class StackForward(Replaced):
         # The arguments of the first piece contain no cache. With `use_cache`, the model may create
         # a cache in this run.
         began = None
-        generation = _generation.get()
+        generation = generation_now.get()
         if start is None and generation is not None:
             start = 0
             generation.began = generation.began or texts[1]
@@ -421,6 +257,7 @@ class StackForward(Replaced):
         if generation is not None:
             piece.unknown_end = generation.why_no_end
             piece.copies = generation.copies(texts[0], self.inner)
+            generation.count(self.inner)
         prompt = prompt_read()
         chunk = prompt and prompt.chunk(start or 0, real, n_columns=texts[1])
         if chunk is not None:

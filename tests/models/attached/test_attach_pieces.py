@@ -573,3 +573,42 @@ def test_edits_of_a_generation_select_texts_and_not_beams(how):
     inside = lambda value, point: runner.run_with_hooks(other, hooks=zero) and None  # noqa: E731
     with pytest.raises(SelectionError, match="unknown which text each of the 5 rows"):
         edited(every, inside)
+    # A run on as many rows as texts has one row for each text.
+    other = tokens
+    require(edited(every, inside), before)
+
+
+@pytest.mark.parametrize("n_rows", [1, 2])
+@torch.no_grad()
+def test_a_token_that_is_read_after_the_end_of_all_rows_is_no_text(n_rows, monkeypatch):
+    """On some devices, `transformers` runs the model once more before it sees the end."""
+    utils = pytest.importorskip("transformers.generation.utils")
+    if not hasattr(utils, "DeferredStopCheck"):
+        pytest.skip("this version of transformers never reads a token after the end")
+
+    class Deferred(utils.StopCheck):
+        """Reports the end one step late."""
+
+        stopped = False
+
+        def __call__(self, *args):
+            before, self.stopped = self.stopped, super().__call__(*args)
+            return before
+
+        def finish(self):
+            return 1
+
+    model = made("gpt2")
+    tokens = torch.tensor([[3, 5, 7, 2], [4, 6, 9, 1]])[:n_rows]
+    options = dict(max_new_tokens=9, do_sample=False, pad_token_id=0)
+    free = model.generate(tokens, eos_token_id=None, **options)
+    stops = free[:, 5].tolist()
+    expected = model.generate(tokens, eos_token_id=stops, **options)
+    counts = [4 + next(n for n, t in enumerate(row) if t in stops) for row in free[:, 4:].tolist()]
+    attach(model)
+    monkeypatch.setattr(utils, "StopCheck", Deferred)
+    run = lambda: model.generate(tokens, eos_token_id=stops, **options)  # noqa: E731
+    rows, cache = HookedRunner(model).run_with_cache(run=run, names="blocks.0.resid_post")
+    assert torch.equal(rows, expected)
+    assert len(cache["blocks.0.resid_post"][0]) == rows.shape[1]
+    assert cache.real().sum(1).tolist() == counts
