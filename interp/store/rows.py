@@ -61,7 +61,7 @@ class HarvestConfig:
             index in this text, and its position in the piece. Default: a row for each token.
         column: the column of a table that contains the texts. Default: the first of `text`,
             `input_ids`, `token_ids` and `tokens` that exists.
-        batch: the number of pieces in a batch. Default: 16.
+        batch: the largest number of pieces in a batch. Default: 16.
         per_file: the number of texts in a file. The values of a file must fit into memory. Default:
             64.
 

@@ -897,7 +897,6 @@ def test_the_plot_of_effects_on_the_logit_difference_has_a_sentence_as_its_title
     assert own.plot().get_suptitle() == "mean effects (metric: margin, site: z)"
 
 
-@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("select", [{}, {"head": 1}])
 def test_a_plot_has_a_title_a_limit_and_axes_of_the_user(result, select):
     pytest.importorskip("matplotlib", reason="needs the extra plots")
