@@ -443,7 +443,8 @@ def _line(count: Count, title: str, seconds: float) -> str:
     if count.total:
         parts = [f"{title}: {count.done / count.total:.0%} done after {elapsed}"]
         if count.done > count.first:
-            parts.append(f"about {_duration((count.total - count.done) / count.rate)} left")
+            left = max(count.total - count.done, 0)
+            parts.append(f"about {_duration(left / count.rate)} left")
     else:
         parts = [f"{title}: {count.done:,.0f} {count.unit} after {elapsed}"]
     return ", ".join([*parts, count.note] if count.note else parts)

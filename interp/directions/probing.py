@@ -72,6 +72,8 @@ if TYPE_CHECKING:
 
 _KIND = "probe"
 _RESULTS = ("auroc", "control")
+_BELOW_CHANCE = 0.35
+"""Chance hardly ever gives a mean AUROC below this number."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -204,6 +206,11 @@ class Probe(plots.Shown):
             f"  {place}  {mean:.3f}{interval_text(low, high, '.3f')}  {control:.3f}"
             for place, mean, low, high, control in islice(rows, 38)
         ]
+        if ((self.auroc.mean() < _BELOW_CHANCE) & (ends.high < 0.5)).any():
+            lines.append(
+                "an AUROC far below 0.5 usually means that texts that differ in a few words were "
+                "in different folds: pass groups= to Contrast, such as groups='pairs'"
+            )
         return "\n".join([head, *lines])
 
 

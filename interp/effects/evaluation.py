@@ -33,6 +33,10 @@ from interp.runs.masked import CircuitSource
 
 _MOST_NODES = 20
 """The number of nodes in the printed table of criteria."""
+_WITHOUT_EDGES = (
+    "the circuit must have at least one edge; got none (more pairs, more edges, or the scores of "
+    "edge_attribution(model, pairs, 'eap_ig_inputs') may give a circuit)"
+)
 _NOTHING = 0.005
 """A random circuit whose share is below this size does nothing."""
 
@@ -111,11 +115,14 @@ class Faithfulness(CircuitResults):
             f"{self.n_as_good} of {n_random} of {size} do as well, drawn from "
             f"{about['drawn from']}",
         ]
-        if shares.abs().median() < _NOTHING:
+        if abs(circuit.effect) < _NOTHING:
             lines.append(
-                "most random circuits do nothing, so this comparison says little; pass the "
-                "strongest edges as among="
+                "the circuit does nothing: find it with more edges, on more pairs, or with "
+                "edge_attribution(model, pairs, 'eap_ig_inputs')"
             )
+        elif shares.abs().median() < _NOTHING:
+            remedy = "; pass the strongest edges as among=" if about["is_whole"] else ""
+            lines.append(f"most random circuits do nothing, so this comparison says little{remedy}")
         return "\n  ".join([*lines, *Entries([circuit]).notes()])
 
 
@@ -164,8 +171,8 @@ def faithfulness(
         whose share is 1.
 
     Raises:
-        ValueError: if the circuit belongs to another model, the metric is the same for M and ∅, or
-            `among` has fewer edges than the circuit.
+        ValueError: if the circuit has no edge or belongs to another model, the metric is the same
+            for M and ∅, or `among` has fewer edges than the circuit.
 
     Warns:
         UserWarning: if some of the texts were used to find the circuit.
@@ -183,13 +190,16 @@ def faithfulness(
       0 is the base: no edge; 1 is the target: the whole model
       metric: logit_diff('t', 'e')
       circuit         +0.7969
-      random, median  +0.1142
+      random, median  +0.1079
       random, range   -0.08266 to +0.6493
       0 of 20 random circuits of 19 edges do as well, drawn from the 38 strongest edges
     >>> round(found.circuit.mean().item(), 3)
     0.797
     """
     require_integer("n_random", n_random, least=1)
+    require_made("circuit", circuit, Circuit)
+    if len(circuit) == 0:
+        raise ValueError(_WITHOUT_EDGES)
     runs = CircuitRuns(model, pairs, circuit, source=source, max_bytes=max_bytes)
     if among is None:
         only_helps = bool((circuit.scores[circuit.kept] < 0).all())
@@ -210,6 +220,7 @@ def faithfulness(
         "edges": len(circuit),
         "edges of random circuits": sorted({*sizes}),
         "drawn from": _pool_in_words(pool, among),
+        "is_whole": len(pool) == int(circuit.graph.allowed.sum()),
     }
     effects = Faithfulness(
         circuit=runs.effects(of_circuit[None], "circuit", ["circuit"]),
@@ -410,5 +421,5 @@ def _inner_nodes(circuit: Circuit) -> tuple[str, ...]:
         ValueError: if the circuit has no edge.
     """
     if len(circuit) == 0:
-        raise ValueError("the circuit must have at least one edge; got none")
+        raise ValueError(_WITHOUT_EDGES)
     return tuple(node for node in circuit.nodes if node != "logits")

@@ -10,13 +10,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from hooks.base import require_integer, seeded
+from hooks.base import require_integer, seeded, warn
 from interp.graph.circuit import Circuit, feeding, largest
 from interp.graph.graph import Graph
 from interp.kinds import require_made
 from interp.results.result import Result
 
 __all__ = ["above", "greedy", "random", "top"]
+
+_FEW = 10
 
 
 def above(graph: Graph, scores: Result, threshold: float, signed: bool = False) -> Circuit:
@@ -121,6 +123,9 @@ def greedy(
     Raises:
         ValueError: if the graph has fewer than `n` edges, or as in the function `above`.
 
+    Warns:
+        UserWarning: if fewer than half of at least 10 selected edges are on a path.
+
     >>> from interp import Pairs, edge_attribution
     >>> from models import load
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
@@ -132,7 +137,15 @@ def greedy(
     """
     strength = strengths(graph, scores, signed)
     largest(strength, n, graph)
-    return _circuit(graph, scores, _backward(graph, strength, n, exact=exact))
+    circuit = _circuit(graph, scores, _backward(graph, strength, n, exact=exact))
+    # The shortest paths have a few edges, so a small circuit is often empty.
+    if n >= _FEW and 2 * len(circuit) < n:
+        warn(
+            f"only {len(circuit)} of {n} selected edges are on a path from the input to the "
+            "logits; the scores may have no common signal: use more pairs, "
+            "edge_attribution(model, pairs, 'eap_ig_inputs'), or more edges"
+        )
+    return circuit
 
 
 def _backward(

@@ -82,8 +82,8 @@ class Pairs(plots.Shown, metaclass=HintedClass):
     text, so both texts must have the same shape and padding. With spans, only the positions of a
     span correspond, and the lengths may differ.
 
-    Texts may be strings: `Pairs("Anne lost to", "Mark lost to", ("Mary", "John"))`. An analysis
-    converts the strings to tokens with the model's tokenizer. `read_by(model)` returns the
+    Texts may be strings: `Pairs("Anne lost to", "Mark lost to", (" Mary", " John"))`. An
+    analysis converts the strings to tokens with the model's tokenizer. `read_by(model)` returns the
     converted pairs.
 
     Answers may be several tokens: `Pairs("The capital of France is", "The capital of Italy is",

@@ -446,21 +446,27 @@ class Result(plots.Shown):
         """
         labels = self.labels[axis]
         if self._is_pattern(axis, label):
-            names = enumerate(map(str, labels))
-            matches = [index for index, name in names if fnmatch.fnmatchcase(name, label)]
+            texts = enumerate(map(str, labels))
+            matches = [index for index, text in texts if fnmatch.fnmatchcase(text, label)]
             if not matches:
                 raise ValueError(
                     f"{axis} must match a label of {short(labels)}; got {shown(label)}"
                 )
             return matches
-        for names_of_axis in (labels, self.words.get(axis, ())):
-            if names_of_axis.count(label) == 1:
-                return [names_of_axis.index(label)]
+        # A position that differs between two texts has both words, such as ` Mary| John`.
+        words = self.words.get(axis, ())
+        names_of_labels = [{name} for name in labels]
+        names_of_words = [{word, *word.split("|")} for word in words]
+        for several in (names_of_labels, names_of_words):
+            matches = [index for index, names in enumerate(several) if label in names]
+            if len(matches) == 1:
+                return matches
+        of_words = f" or a unique word of {short(words)}" if words else ""
         hint = ""
         if isinstance(label, int) and label < 0 and len(labels) >= -label:
             hint = f"; counted from the end, this is {labels[label]!r}"
         raise ValueError(
-            f"{axis} must be a unique label of {short(labels)}; got {shown(label)}{hint}"
+            f"{axis} must be a unique label of {short(labels)}{of_words}; got {shown(label)}{hint}"
         )
 
     @explains_calls

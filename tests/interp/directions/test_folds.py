@@ -64,6 +64,8 @@ def test_pairs_in_one_fold_show_what_pairs_in_two_folds_hide():
     pairs = probe(model, Contrast(yes, no, groups="pairs"), "1", folds=3)
     assert float(alone.auroc.mean()) < 0.3
     assert float(pairs.auroc.mean()) == 1
+    assert "groups='pairs'" in repr(alone)
+    assert "groups" not in repr(pairs)
     assert pairs.auroc.counts == alone.auroc.counts == (2, 2)
     assert 0.2 < float(pairs.control.mean()) < 0.8
     listed = probe(model, Contrast(yes, no, groups=[*range(6), *range(6)]), "1", folds=3)

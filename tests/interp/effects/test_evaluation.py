@@ -84,6 +84,19 @@ def test_random_circuits_that_do_as_well_are_counted():
     assert 0 < as_good < 8
 
 
+def test_a_circuit_that_does_nothing_is_named():
+    model = pydoc()
+    pairs = Pairs("def __ini", "def __nam", ("t", "e")).read_by(model)
+    nodes = Graph(model)
+    strongest = circuits.greedy(nodes, edge_attribution(model, pairs), 20)
+    nothing = faithfulness(model, pairs, Circuit(nodes, ["input->a1.h2<q>", "a1.h2->logits"]))
+    assert "the circuit does nothing" in repr(nothing)
+    with pytest.warns(UserWarning, match="found on"):
+        assert "does nothing" not in repr(faithfulness(model, pairs, strongest))
+    with pytest.raises(ValueError, match="at least one edge.*eap_ig_inputs"):
+        faithfulness(model, pairs, Circuit(nodes, []))
+
+
 def test_random_circuits_that_do_nothing_are_said_to_show_little():
     model = pydoc()
     pairs = Pairs("def __ini", "def __nam", ("t", "e")).read_by(model)

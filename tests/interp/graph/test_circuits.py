@@ -158,6 +158,20 @@ def test_a_circuit_may_have_exactly_as_many_edges_as_asked(n):
     assert n not in (17, 60) or drawn[0] != drawn[1]
 
 
+def test_a_greedy_circuit_of_hardly_any_paths_gives_a_warning():
+    scores = scored(2)
+    values = scores.values.clone()
+    # The strongest edges lead from a writer to the logits, and no edge from the input is strong.
+    for edge, row in zip(EDGES, values, strict=True):
+        if edge.startswith("input->"):
+            row[:] = 1e-9
+    with pytest.warns(UserWarning, match="only . of 20 selected edges.*more pairs"):
+        assert len(greedy(GRAPH, dataclasses.replace(scores, values=values), 20)) < 10
+    # Nine edges, and most edges on paths, give no warning.
+    greedy(GRAPH, dataclasses.replace(scores, values=values), 9)
+    greedy(GRAPH, scores, 20)
+
+
 def test_random_edges_may_be_drawn_from_a_circuit():
     strongest = top(GRAPH, scored(2), 60)
     n = 15

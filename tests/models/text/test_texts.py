@@ -825,8 +825,10 @@ def test_results_say_which_words(tmp_path):
         model, pairs, site="pattern", over=["layer", "query", "key"]
     )
     assert [*estimate.words] == ["query", "key"]
-    with pytest.raises(ValueError, match="unique label"):
+    with pytest.raises(ValueError, match="unique label.* or a unique word of .*Anne|Mark"):
         result.select(pos=" ran")
+    for word in ("Anne|Mark", "Anne", "Mark"):
+        assert torch.equal(result.select(pos=word).values, result.select(pos=0).values)
     twice = interp.activation_patching(
         model, Pairs("the cat ran", answers=" cat"), edit=edits.zero()
     )
