@@ -87,7 +87,11 @@ def _n_owners(function: Callable[..., Any]) -> int:
     >>> _n_owners(torch.nn.Module.eval), _n_owners(len)
     (1, 0)
     """
-    return int(next(iter(inspect.signature(function).parameters), "") in ("self", "cls"))
+    # A model has no signature that can be read fast, and needs none.
+    if not inspect.isfunction(function):
+        return 0
+    code = inspect.unwrap(function).__code__
+    return int(code.co_varnames[:1] in (("self",), ("cls",)))
 
 
 def names_fields(kind: type[T]) -> type[T]:
