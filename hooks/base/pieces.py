@@ -207,12 +207,12 @@ def mark_padding(logits: Any, real: KeyMask | None) -> None:
     rows, n_pos, _ = logits.shape
     if len(real) != rows or not 0 < n_pos <= real.shape[1]:
         return
-    memory = _memory_of(logits)
     # The mask of a plan is a FakeTensor, which has no numbers.
-    is_readable = type(real) is Tensor and real.device.type == "cpu" and has_storage(real)
-    if n_pos == 1 and is_readable and real[:, -1].numpy().all():
+    is_readable = n_pos == 1 and type(real) is Tensor and real.device.type == "cpu"
+    if is_readable and has_storage(real) and real.numpy()[:, -1].all():
         # Most steps of a generation have no padding. NumPy starts no kernel of PyTorch.
         return
+    memory = _memory_of(logits)
     if memory is not None and memory.nbytes() == logits.nbytes:
         # The caller may write into its mask later, so the stored mask is a copy.
         memory.padding = _PaddingOf(logits.shape, real[:, -n_pos:].clone())
