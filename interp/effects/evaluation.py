@@ -34,8 +34,8 @@ from interp.runs.masked import CircuitSource
 _MOST_NODES = 20
 """The number of nodes in the printed table of criteria."""
 _WITHOUT_EDGES = (
-    "the circuit must have at least one edge; got none (more pairs, more edges, or the scores of "
-    "edge_attribution(model, pairs, 'eap_ig_inputs') may give a circuit)"
+    "the circuit must have at least one edge; got none (the scores of edge_attribution(model, "
+    "pairs, 'eap_ig_inputs'), more pairs, or more edges may give a circuit)"
 )
 _NOTHING = 0.005
 """A random circuit whose share is below this size does nothing."""
@@ -117,8 +117,8 @@ class Faithfulness(CircuitResults):
         ]
         if abs(circuit.effect) < _NOTHING:
             lines.append(
-                "the circuit does nothing: find it with more edges, on more pairs, or with "
-                "edge_attribution(model, pairs, 'eap_ig_inputs')"
+                "the circuit does nothing: find it with edge_attribution(model, pairs, "
+                "'eap_ig_inputs'), on more pairs, or with more edges"
             )
         elif shares.abs().median() < _NOTHING:
             remedy = "; pass the strongest edges as among=" if about["is_whole"] else ""

@@ -142,8 +142,8 @@ def greedy(
     if n >= _FEW and 2 * len(circuit) < n:
         warn(
             f"only {len(circuit)} of {n} selected edges are on a path from the input to the "
-            "logits; the scores may have no common signal: use more pairs, "
-            "edge_attribution(model, pairs, 'eap_ig_inputs'), or more edges"
+            "logits; the scores may have no common signal: use "
+            "edge_attribution(model, pairs, 'eap_ig_inputs'), more pairs, or more edges"
         )
     return circuit
 

@@ -1,6 +1,7 @@
 """Strings, lists and tensors in place of tokens, and words as labels in results."""
 
 import copy
+import dataclasses
 import pickle
 import re
 
@@ -827,6 +828,11 @@ def test_results_say_which_words(tmp_path):
     assert [*estimate.words] == ["query", "key"]
     with pytest.raises(ValueError, match="unique label.* or a unique word of .*Anne|Mark"):
         result.select(pos=" ran")
+    # The word of a position comes before a part of the words of another position.
+    parts = dataclasses.replace(result, words={"pos": ["A|B", "s", "B", "A|C", "t", "u"]})
+    assert torch.equal(parts.select(pos="B").values, parts.select(pos=2).values)
+    with pytest.raises(ValueError, match=r"'A', which is at 0 and 3 \(write pos=0\)"):
+        parts.select(pos="A")
     for word in ("Anne|Mark", "Anne", "Mark"):
         assert torch.equal(result.select(pos=word).values, result.select(pos=0).values)
     twice = interp.activation_patching(
