@@ -453,21 +453,21 @@ class Result(plots.Shown):
                     f"{axis} must match a label of {short(labels)}; got {shown(label)}"
                 )
             return matches
+        if labels.count(label) == 1:
+            return [labels.index(label)]
         words = self.words.get(axis, ())
-        names_of_labels = [[name] for name in labels]
-        names_of_words = [[word] for word in words]
-        # A position that differs between two texts has both words, such as ` Mary| John`.
-        words_of_one_text = [word.split("|") for word in words]
-        for several in (names_of_labels, names_of_words, words_of_one_text):
-            matches = [index for index, names in enumerate(several) if label in names]
-            if len(matches) == 1:
-                return matches
-            if matches and several is not names_of_labels:
-                places = " and ".join(repr(labels[index]) for index in matches)
-                raise ValueError(
-                    f"{axis} must be one place; got {shown(label)}, which is at {places} (write "
-                    f"{axis}={labels[matches[0]]!r})"
-                )
+        # A position that differs between two texts has both words, such as ` Mary| John`. If many
+        # texts differ at a position, its word is empty, and each word could also be there.
+        parts = [word.split("|") if all(words) else [] for word in words]
+        matches = [n for n, word in enumerate(words) if label in (word, *parts[n])]
+        if len(matches) == 1:
+            return matches
+        if matches:
+            places = " and ".join(repr(labels[index]) for index in matches)
+            raise ValueError(
+                f"{axis} must be one place; got {shown(label)}, which is at {places} (write "
+                f"{axis}={labels[matches[0]]!r})"
+            )
         of_words = f" or a unique word of {short(words)}" if words else ""
         hint = ""
         if isinstance(label, int) and label < 0 and len(labels) >= -label:

@@ -828,11 +828,16 @@ def test_results_say_which_words(tmp_path):
     assert [*estimate.words] == ["query", "key"]
     with pytest.raises(ValueError, match="unique label.* or a unique word of .*Anne|Mark"):
         result.select(pos=" ran")
-    # The word of a position comes before a part of the words of another position.
+    # A word that stands at another position in one of the texts is not unique.
     parts = dataclasses.replace(result, words={"pos": ["A|B", "s", "B", "A|C", "t", "u"]})
-    assert torch.equal(parts.select(pos="B").values, parts.select(pos=2).values)
+    with pytest.raises(ValueError, match=r"'B', which is at 0 and 2 \(write pos=0\)"):
+        parts.select(pos="B")
+    assert torch.equal(parts.select(pos="A|B").values, parts.select(pos=0).values)
     with pytest.raises(ValueError, match=r"'A', which is at 0 and 3 \(write pos=0\)"):
         parts.select(pos="A")
+    unknown = dataclasses.replace(result, words={"pos": ["A|B", "s", "", "", "t", "u"]})
+    with pytest.raises(ValueError, match="unique label"):
+        unknown.select(pos="A")
     for word in ("Anne|Mark", "Anne", "Mark"):
         assert torch.equal(result.select(pos=word).values, result.select(pos=0).values)
     twice = interp.activation_patching(
