@@ -456,10 +456,15 @@ class Result(plots.Shown):
         if labels.count(label) == 1:
             return [labels.index(label)]
         words = self.words.get(axis, ())
-        # A position that differs between two texts has both words, such as ` Mary| John`. If many
-        # texts differ at a position, its word is empty, and each word could also be there.
-        parts = [word.split("|") if all(words) else [] for word in words]
-        matches = [n for n, word in enumerate(words) if label in (word, *parts[n])]
+        # A position that differs between two texts has both words, such as ` Mary| John`.
+        matches = [n for n, word in enumerate(words) if label in (word, *word.split("|"))]
+        # If many texts differ at a position, its word is empty, and each word could also be there.
+        unknown = [labels[n] for n, word in enumerate(words) if not word]
+        if matches and unknown:
+            raise ValueError(
+                f"{axis} must be a label, because {shown(label)} may also be at {short(unknown)}, "
+                f"where the texts have many words; write {axis}={labels[matches[0]]!r}"
+            )
         if len(matches) == 1:
             return matches
         if matches:
