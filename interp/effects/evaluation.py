@@ -38,7 +38,7 @@ _WITHOUT_EDGES = (
     "pairs, 'eap_ig_inputs'), more pairs, or more edges may give a circuit)"
 )
 _NOTHING = 0.005
-"""A random circuit whose share is below this size does nothing."""
+"""A circuit does nothing if the absolute value of its share is below this number."""
 
 Results = TypeVar("Results", bound="CircuitResults")
 
