@@ -133,7 +133,15 @@ from hooks.base.selection import (
     taken,
     true_columns,
 )
-from hooks.base.text import Text, as_text, is_batch, named_spans, places_inside, text_of_inputs
+from hooks.base.text import (
+    Text,
+    WordsOfTexts,
+    as_text,
+    is_batch,
+    named_spans,
+    places_inside,
+    text_of_inputs,
+)
 from hooks.base.text_forms import (
     Texts,
     columns_of,
@@ -187,6 +195,7 @@ __all__ = [
     "Texts",
     "TwoRuns",
     "Words",
+    "WordsOfTexts",
     "agree",
     "aligned_rows",
     "all_but",

@@ -9,7 +9,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
 
@@ -24,6 +24,33 @@ from hooks.base.errors import unknown_name
 from hooks.base.hints import HintsAtNames
 from hooks.base.selection import Index, Selection, real_of, real_positions, true_columns
 from hooks.base.transfer import to_device
+
+
+class WordsOfTexts(str):
+    """The label of a position of several texts, a string, with the word of every text.
+
+    The label is the word if all texts have the same word, both words if the texts have two, as in
+    "Mary|John", and empty otherwise.
+
+    Attributes:
+        different: the different words of the texts, in the order of the texts.
+
+    >>> label = WordsOfTexts(["Mary", "John", "Anne"])
+    >>> str(label), label.different
+    ('', ('Mary', 'John', 'Anne'))
+    """
+
+    different: tuple[str, ...]
+
+    def __new__(cls, different: Iterable[str]) -> "WordsOfTexts":
+        """Return the label of a position with these different words."""
+        words = tuple(different)
+        label = super().__new__(cls, "|".join(words) if len(words) < 3 else "")
+        label.different = words
+        return label
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WordsOfTexts, (self.different,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,7 +260,8 @@ class Text(HintsAtNames):
         """Return the word of each column, or None without a tokenizer.
 
         If the texts have two different tokens in a column, its word contains both, as in
-        "Mary|John". If they have more than two, its word is empty.
+        "Mary|John". If they have more than two, its word is empty. `WordsOfTexts.different` has all
+        words of a column.
 
         Args:
             model: the model, whose tokenizer knows the tokens.
@@ -243,14 +271,16 @@ class Text(HintsAtNames):
         write = writer_of(model)
         if write is None or any(text.tokens.ndim > 2 for text in texts):
             return None
-        # The different tokens of each column, in order.
+        # The different tokens of each column, in order. Each token is written once.
         columns: list[dict[int, None]] = [{} for _ in range(self.tokens.shape[1])]
         for text in texts:
             for tokens, real in zip(text.tokens.tolist(), text.real.tolist(), strict=True):
                 for column, token, is_real in zip(columns, tokens, real, strict=False):
                     if is_real:
                         column[token] = None
-        return ["|".join(write([*column])) if len(column) < 3 else "" for column in columns]
+        different = [*dict.fromkeys(itertools.chain(*columns))]
+        words = dict(zip(different, write(different), strict=True))
+        return [WordsOfTexts(map(words.__getitem__, column)) for column in columns]
 
     @property
     def goes_by_rows(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from hooks.base import Text, name_of_parts, shown
+from hooks.base import Text, is_integer, name_of_parts, shown
 from interp.protocol import of
 
 AnswerTokens = tuple[int, ...]
@@ -198,13 +198,18 @@ def tokens_of_answer(
         ValueError: if the answer is empty; if it could be both a new word and the rest of the
             text's last word; or if an answer of several tokens, after the tokens of the text,
             becomes another string than the text followed by the answer.
+        TypeError: if the answer is none of these.
     """
     if isinstance(answer, Tensor):
         if answer.ndim > 1 or not answer.numel() or answer.is_floating_point():
             raise ValueError(f"an answer must be a tensor of tokens [n]; got {shown(answer)}")
         return tuple(answer.reshape(-1).tolist())
-    if isinstance(answer, int):
-        return (answer,)
+    if is_integer(answer):
+        return (int(answer),)
+    if not isinstance(answer, str):
+        raise TypeError(
+            f"an answer must be a string, a token or a tensor of tokens [n]; got {shown(answer)}"
+        )
     _require_words(answer)
     language = of(model, "to_id")
     text = language.to_text(tokens)

@@ -739,6 +739,12 @@ def _require_answers(answers: Any, n_texts: int | None) -> None:
             "a tuple of answers must be (right, wrong), for all texts; got "
             f"{len(answers)} answers: pass a list with one for each text"
         )
+    if isinstance(answers, tuple) and any(isinstance(part, list | tuple) for part in answers):
+        raise ValueError(
+            "a tuple of answers must be (right, wrong), for all texts; got "
+            f"{shown(answers)}: for other answers of each text, pass a list of tuples, such as "
+            "[*zip(right_answers, wrong_answers)]"
+        )
     if isinstance(answers, list) and n_texts is not None and len(answers) != n_texts:
         raise ValueError(
             f"answers must be a list with one answer for each of {n_texts} texts, or a tuple "

@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from hooks.base import (
+    WordsOfTexts,
     are_metric_rounding,
     explains_calls,
     is_cancelled,
@@ -95,8 +96,9 @@ class Result(plots.Shown):
             such a run.
         labels: by axis, a number or a text for each index. Default: numbers from 0.
         words: by axis, the text at each index, such as the token at a position. If the clean and
-            the corrupted text differ there, both tokens in this order, as in "Mary|John". `select`
-            accepts a text that occurs once.
+            the corrupted text differ there, both tokens in this order, as in "Mary|John"; empty if
+            the texts have more than two tokens there. `select` accepts a token that no text has at
+            another index.
         unit: the unit of the metric, such as `logits`; values, base and target have this unit.
         about: other facts that fit JSON, such as the metric, the direction and the site.
         is_ratio: whether the effects were divided by the mean of target - base; see `normalized`.
@@ -355,7 +357,8 @@ class Result(plots.Shown):
 
         Raises:
             UnknownNameError: if the result does not have the axis.
-            ValueError: if an axis does not have the label, or has it more than once.
+            ValueError: if an axis does not have the label, or has it more than once; or if a text
+                has the word at another place of the axis. The error names these places.
 
         >>> result = Result(torch.zeros(2, 3, 5), ("layer", "head", "example"))
         >>> result.select(layer=1, head=[0, 2]).axes
@@ -456,24 +459,21 @@ class Result(plots.Shown):
         if labels.count(label) == 1:
             return [labels.index(label)]
         words = self.words.get(axis, ())
-        # A position that differs between two texts has both words, such as ` Mary| John`.
-        matches = [n for n, word in enumerate(words) if label in (word, *word.split("|"))]
-        # If many texts differ at a position, its word is empty, and each word could also be there.
-        unknown = [labels[n] for n, word in enumerate(words) if not word]
-        if matches and unknown:
-            raise ValueError(
-                f"{axis} must be a label, because {shown(label)} may also be at {short(unknown)}, "
-                f"where the texts have many words; write {axis}={labels[matches[0]]!r}"
-            )
+        matches = []
+        for index, word in enumerate(words):
+            # The label of an index is empty if the texts have more than two words there.
+            if label and label in (word, *_words_of_texts(word)):
+                matches.append(index)
         if len(matches) == 1:
             return matches
         if matches:
             places = " and ".join(repr(labels[index]) for index in matches)
             raise ValueError(
-                f"{axis} must be one place; got {shown(label)}, which is at {places} (write "
-                f"{axis}={labels[matches[0]]!r})"
+                f"{axis} must be one place; got {shown(label)}, which texts have at {places}; "
+                f"write the label, such as {axis}={labels[matches[0]]!r}"
             )
-        of_words = f" or a unique word of {short(words)}" if words else ""
+        known = [word for word in words if word]
+        of_words = f" or a unique word of {short(known)}" if known else ""
         hint = ""
         if isinstance(label, int) and label < 0 and len(labels) >= -label:
             hint = f"; counted from the end, this is {labels[label]!r}"
@@ -845,8 +845,10 @@ class Result(plots.Shown):
             if getattr(self, name) is not None:
                 tensors[name] = getattr(self, name).detach()
         names = ("axes", "labels", "unit", "about", "is_ratio", "words", *_TUPLES[1:])
-        facts = {name: getattr(self, name) for name in names}
+        facts = {name: getattr(self, name) for name in names} | {"words": {}}
         facts["labels"] = {axis: [*map(as_fact, labels)] for axis, labels in self.labels.items()}
+        for axis, words in self.words.items():
+            facts["words"][axis] = [*map(_word_as_fact, words)]
         return tensors, facts
 
     @classmethod
@@ -860,7 +862,11 @@ class Result(plots.Shown):
         tuples = {name: tuple(fact) for name, fact in facts.items() if name in _TUPLES and fact}
         labels_by_axis = facts["labels"].items()
         labels = {axis: [*map(from_fact, labels)] for axis, labels in labels_by_axis}
+        words = {}
+        for axis, facts_of_words in facts["words"].items():
+            words[axis] = [*map(_word_from_fact, facts_of_words)]
         attributes: dict[str, Any] = {**tensors, **facts, **tuples, "labels": labels}
+        attributes["words"] = words
         return cls(**attributes)
 
     @classmethod
@@ -936,6 +942,21 @@ class Result(plots.Shown):
             means = f"mean {self.unit} of {examples}"
         sizes = sizes_in_words(self.axes[:-1], shape[:-1])
         return f"Result: {', '.join(filter(None, [sizes, means]))}"
+
+
+def _words_of_texts(word: str) -> tuple[str, ...]:
+    """Return the different words of the texts at a position, or the only text of another label."""
+    return word.different if isinstance(word, WordsOfTexts) else (word,)
+
+
+def _word_as_fact(word: str) -> str | list[str]:
+    """Return a word for a file: a list of the different words of the texts, or another label."""
+    return [*word.different] if isinstance(word, WordsOfTexts) else word
+
+
+def _word_from_fact(fact: str | list[str]) -> str:
+    """Return the word that `_word_as_fact` described."""
+    return WordsOfTexts(fact) if isinstance(fact, list) else fact
 
 
 def _nodes_in_words(nodes: Sequence[Any]) -> str:

@@ -446,6 +446,8 @@ def test_a_metric_of_two_masks_needs_the_mask_of_its_logits():
     ("answers", "error", "message"),
     [
         ((" a", " b", " c"), ValueError, r"must be \(right, wrong\), for all texts; got 3"),
+        (([" a", " b"], [" c", " d"]), ValueError, r"pass a list of tuples.*zip\(right"),
+        (((" a", " c"), (" b", " d")), ValueError, r"pass a list of tuples.*zip\(right"),
         ([" a", " b", " c"], ValueError, "one answer for each of 2 texts.*got 3 answers"),
         ([" a"], ValueError, "one answer for each of 2 texts.*got 1 answers"),
         ({" a": " b"}, TypeError, "a list; got a dict of 1"),
@@ -455,6 +457,16 @@ def test_a_metric_of_two_masks_needs_the_mask_of_its_logits():
 def test_answers_are_counted_before_a_model_reads_them(answers, error, message):
     with pytest.raises(error, match=message):
         Pairs(["def f", "import"], answers=answers)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_an_answer_of_a_text_is_a_string_or_tokens():
+    model = pydoc()
+    pairs = Pairs(["def f", "import"], answers=[([" a"], " b"), (" c", " d")])
+    with pytest.raises(TypeError, match=r"an answer must be a string.*got \[' a'\]"):
+        pairs.read_by(model)
+    tokens = Pairs(["def f", "import"], answers=[(np.int64(3), 4), (5, np.int64(6))])
+    assert tokens.read_by(model).answers.tolist() == [[3, 4], [5, 6]]
 
 
 @pytest.mark.usefixtures("unchecked")

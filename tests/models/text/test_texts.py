@@ -1,7 +1,6 @@
 """Strings, lists and tensors in place of tokens, and words as labels in results."""
 
 import copy
-import dataclasses
 import pickle
 import re
 
@@ -828,17 +827,6 @@ def test_results_say_which_words(tmp_path):
     assert [*estimate.words] == ["query", "key"]
     with pytest.raises(ValueError, match="unique label.* or a unique word of .*Anne|Mark"):
         result.select(pos=" ran")
-    # A word that stands at another position in one of the texts is not unique.
-    parts = dataclasses.replace(result, words={"pos": ["A|B", "s", "B", "A|C", "t", "u"]})
-    with pytest.raises(ValueError, match=r"'B', which is at 0 and 2 \(write pos=0\)"):
-        parts.select(pos="B")
-    assert torch.equal(parts.select(pos="A|B").values, parts.select(pos=0).values)
-    with pytest.raises(ValueError, match=r"'A', which is at 0 and 3 \(write pos=0\)"):
-        parts.select(pos="A")
-    unknown = dataclasses.replace(result, words={"pos": ["A|B", "s", "", "", "t", "u"]})
-    for word in ("A", "t"):
-        with pytest.raises(ValueError, match="may also be at .*2.*3.*write pos="):
-            unknown.select(pos=word)
     for word in ("Anne|Mark", "Anne", "Mark"):
         assert torch.equal(result.select(pos=word).values, result.select(pos=0).values)
     twice = interp.activation_patching(
@@ -849,6 +837,25 @@ def test_results_say_which_words(tmp_path):
     assert interp.accumulated_logits(model, cache, right=3).words["pos"] == ["the", " cat| dog"]
     model.tokenizer = None
     assert interp.activation_patching(model, pairs.read_by(reading())).words == {}
+
+
+def test_select_refuses_a_word_that_a_text_has_at_another_position(tmp_path):
+    model = reading()
+    clean = ["Anne sat on the mat .", "Mark ran on the cat .", "the dog on Anne mat ."]
+    corrupted = ["Mark sat on the mat .", "Anne ran on the cat .", "the cat on Mark mat ."]
+    made = interp.activation_patching(model, Pairs(clean, corrupted, (" cat", " dog")))
+    made.save(tmp_path / "result")
+    loaded = Result.load(tmp_path / "result")
+    for result in (made, loaded, pickle.loads(pickle.dumps(made))):
+        assert [*result.words["pos"]] == ["", "", " on", "", " mat| cat", " ."]
+        # The word of all texts, of one text, of one corrupted text, and of two texts.
+        for word, column in ((" on", 2), (" sat", 1), (" Mark", 3), (" mat| cat", 4), (" mat", 4)):
+            selected = result.select(pos=word).values
+            assert torch.equal(selected, made.select(pos=column).values)
+        with pytest.raises(ValueError, match="got ' cat', which texts have at 1 and 4; .*pos=1"):
+            result.select(pos=" cat")
+        with pytest.raises(ValueError, match="unique label"):
+            result.select(pos="")
 
 
 def test_a_table_for_pandas_has_words():
