@@ -18,6 +18,7 @@ from hooks.base import (
     at_least_float32,
     explains_calls,
     logits_in,
+    model_of,
     padding_messages,
     padding_of,
     require_kind,
@@ -55,7 +56,6 @@ Writer = Callable[[Any], Any]
 
 _LOGITS_HINT = "model(texts) gives them"
 _MASK = "model.to_tokens(texts) contains the mask"
-_CONVERSION = "measure(metric, logits, attention_mask, model=model) converts them"
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")
 
 
@@ -266,13 +266,47 @@ class WordedMetric:
         assert isinstance(metric, TokenMetric)
         return replace(metric, call=self.call)
 
-    def __call__(self, logits: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Raise an error, because texts cannot be converted to tokens without a model."""
-        raise ValueError(
-            f"{self.call} has tokens as text, which a call with logits cannot convert: "
-            f"{_CONVERSION}; or give tokens, such as model.to_id(' Mary'), or "
-            "attached.to_id(' Mary') after attached = attach(model)"
-        )
+    def read_by_model_of(self, logits: Tensor, has_mask: bool) -> Metric:
+        """Return the metric with tokens of the model that computed some logits.
+
+        Args:
+            logits: the logits.
+            has_mask: whether the caller gives a mask. An error then shows a call with a mask.
+
+        Raises:
+            ValueError: if the logits do not tell their model; see also `read_alone`.
+        """
+        model = model_of(logits)
+        if model is None:
+            mask = "attention_mask, " if has_mask else ""
+            is_known = has_mask or padding_of(logits) is not None
+            advice = "" if is_known else "; padded texts also need attention_mask=attention_mask"
+            raise ValueError(
+                f"{self.call} has tokens as text, and a copy of logits does not tell its model: "
+                f"measure(metric, logits, {mask}model=model) converts them{advice}"
+            )
+        return self.read_alone(model)
+
+    def __call__(
+        self,
+        logits: Float[Tensor, "batch pos vocab"] | HasLogits,
+        attention_mask: Mask | None = None,
+    ) -> Float[Tensor, " batch"]:
+        """Return the metric of each example, with tokens of the model that computed the logits.
+
+        Args:
+            logits, attention_mask: see `TokenMetric.__call__`.
+
+        Raises:
+            TypeError: if the logits are not a tensor.
+            ValueError: if the logits do not tell their model, or if a word without a space before
+                it could be a new word or the rest of a word.
+        """
+        scores = logits_in(logits)
+        require_kind("logits", scores, Tensor, "a tensor [batch, pos, vocab]", _LOGITS_HINT)
+        metric = self.read_by_model_of(scores, has_mask=attention_mask is not None)
+        assert isinstance(metric, TokenMetric)
+        return metric(scores, attention_mask)
 
     def __repr__(self) -> str:
         return self.call
@@ -497,8 +531,9 @@ def measure(
             the metric is from pairs (`pairs.metric`); otherwise no padding. If the logits have a
             single column, it is the last column of the texts. For a classifier, pass no mask.
         model: the model whose tokenizer reads the words of the metric, such as `" Mary"`; a model
-            of `transformers` must be attached. Default: None, for a metric without words. The
-            logits do not tell which word a text ends with, so write the space before a new word.
+            of `transformers` must be attached. Default: the model that computed the logits, which
+            is known in the same cases as the mask of the run, while the model exists. The logits do
+            not tell which word a text ends with, so write the space before a new word.
 
     Returns:
         One number for each example, [batch], in the metric's unit: logits for `logit_diff`, nats
@@ -509,8 +544,9 @@ def measure(
             it reads padding, or if it was created without the mask of padded texts. If the columns
             of the logits are all padding in a text, as with `logits_to_keep=1` and padding on the
             right. If the mask contains other numbers than 0 and 1, or is missing for pairs whose
-            texts have different padding. If the metric contains words, and no model is given; or if
-            a word without a space before it could be a new word or the rest of a word.
+            texts have different padding. If the metric contains words, and neither the argument nor
+            the logits tell the model; or if a word without a space before it could be a new word or
+            the rest of a word.
         TypeError: if the arguments are not a metric and logits, in this order.
 
     >>> from interp import log_prob
@@ -522,7 +558,7 @@ def measure(
     >>> measure(metric, logits, text.attention_mask).exp()  # the probabilities of "t" and "."
     tensor([0.8722, 0.4660])
     >>> metric = log_prob(["t", "."])
-    >>> measure(metric, logits, text, model=model).exp()
+    >>> measure(metric, logits).exp()  # The logits tell their model and their mask.
     tensor([0.8722, 0.4660])
     """
     whole = logits_in(logits)
@@ -534,8 +570,11 @@ def measure(
         )
     padding = _mask_in(attention_mask)
     require_kind("attention_mask", padding, (Tensor, type(None)), "a tensor [batch, pos]", _MASK)
-    if isinstance(metric, WordedMetric) and model is not None:
-        metric = metric.read_alone(model)
+    if isinstance(metric, WordedMetric):
+        if model is None:
+            metric = metric.read_by_model_of(whole, has_mask=padding is not None)
+        else:
+            metric = metric.read_alone(model)
     # Read the mask once: each look at a mask on a device waits for the device.
     mask = mask_of_logits(metric, whole, None if padding is None else padding.cpu())
     logits_read = last_real(whole, last_of(metric, mask), mask)

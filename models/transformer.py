@@ -19,6 +19,7 @@ from hooks.base import (
     NoOthers,
     Texts,
     hides_others,
+    mark_model,
     mark_padding,
     refuse,
     require_integer,
@@ -221,6 +222,7 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
                 resid = block(resid, context)
             logits = self.logits(resid, last)
         mark_padding(logits, context.real)
+        mark_model(logits, self)
         context.commit()
         return logits
 

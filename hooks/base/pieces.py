@@ -5,6 +5,7 @@ generation, reads only the columns after the cached ones. Hooks still count posi
 of the text, so they need to know the piece.
 """
 
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -235,6 +236,35 @@ def padding_of(logits: Tensor) -> KeyMask | None:
     row, column = (torch.arange(size) for size in logits.shape[:2])
     places = logits.storage_offset() + row[:, None] * logits.stride(0) + column * logits.stride(1)
     return padding.real.cpu()[places // (n_pos * vocab), places // vocab % n_pos]
+
+
+def mark_model(logits: Any, model: nn.Module) -> None:
+    """Store a weak reference to the model of a run as an attribute of the memory of its logits.
+
+    `model_of` reads the reference.
+
+    Args:
+        logits: the logits of the run, [batch, pos, vocab]; any other value is ignored.
+        model: the model.
+    """
+    if torch.compiler.is_compiling() or not isinstance(logits, Tensor) or logits.ndim != 3:
+        return
+    memory = _memory_of(logits)
+    if memory is not None:
+        memory.model = weakref.ref(model)
+
+
+def model_of(logits: Tensor) -> nn.Module | None:
+    """Return the model that computed some logits; see `mark_model`.
+
+    A view, such as `logits[2:]`, has the model too. The result is None if the logits are in other
+    memory, as after a copy or arithmetic, or if the model no longer exists.
+
+    Args:
+        logits: the logits.
+    """
+    reference = getattr(_memory_of(logits), "model", None)
+    return None if reference is None else reference()
 
 
 def _memory_of(value: Tensor) -> Any:

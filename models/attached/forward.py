@@ -38,6 +38,7 @@ from hooks.base import (
     forwards_in,
     in_chunks,
     logits_in,
+    mark_model,
     mark_padding,
     memory_of,
     padding_messages,
@@ -363,6 +364,8 @@ class Forward(StackForward):
         # A tensor selects columns one by one, so the mask has other columns than the logits.
         if is_mask_of_columns and not isinstance(kwargs.get("logits_to_keep"), Tensor):
             mark_padding(logits_in(output), mask)
+        if isinstance(model := getattr(self.inner, "__self__", None), nn.Module):
+            mark_model(logits_in(output), model)
         return output
 
 

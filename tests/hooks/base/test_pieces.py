@@ -1,8 +1,9 @@
-"""The mask that logits of a run contain: views keep it, and it fits only their own run."""
+"""The mask and the model that logits of a run tell: views keep both, and copies do not."""
 
 import torch
+from torch import nn
 
-from hooks.base import mark_padding, padding_of
+from hooks.base import mark_model, mark_padding, model_of, padding_of
 
 MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
 BATCH, POS, VOCAB = 3, 5, 7
@@ -78,3 +79,15 @@ def test_transforms_of_pytorch_hide_the_mask():
 
     torch.vmap(read)(marked()[None])
     assert found == [None]
+
+
+def test_logits_tell_their_model_while_it_exists():
+    model, logits = nn.Linear(2, 3), marked()
+    mark_model(logits, model)
+    for view in (logits, logits[1:], logits[:, -1], logits.detach()):
+        assert model_of(view) is model
+    for copy in (logits.clone(), logits * 2, logits[[1, 0]]):
+        assert model_of(copy) is None
+    assert torch.vmap(lambda row: row.sum() if model_of(row) is None else row)(logits).shape == (3,)
+    del model
+    assert model_of(logits) is None

@@ -518,11 +518,22 @@ def test_a_model_converts_the_words_of_a_metric():
     assert first.tolist() == pytest.approx([-nats(row[0], 4) for row in output.logits], abs=1e-5)
     names = {"measure": measure, "metric": words, "model": model}
     names |= {"logits": output.logits, "attention_mask": mask}
-    for call in (lambda: words(output), lambda: measure(words, output)):
+    # The logits tell their model and their mask, and a copy tells neither.
+    for found in (words(output), measure(words, output), measure(words, output.logits[:2])):
+        assert found.tolist() == pytest.approx(expected, abs=1e-5)
+    names["logits"] = copy = output.logits.clone()
+    for call in (lambda: words(copy, mask), lambda: measure(words, copy, mask)):
         with pytest.raises(ValueError, match="tokens as text") as caught:
             call()
-        line = re.search("convert: (.*) converts them", str(caught.value))[1]
-        assert eval(line, names).isfinite().all()
+        line = re.search(r"model: (.*) converts them$", str(caught.value))[1]
+        assert eval(line, names).tolist() == pytest.approx(expected, abs=1e-5)
+    for call in (lambda: words(copy), lambda: measure(words, copy)):
+        with pytest.raises(ValueError, match="padded texts also need") as caught:
+            call()
+        line, more = re.search("model: (.*) converts .* need (.*)$", str(caught.value)).groups()
+        assert "attention_mask" not in line
+        found = eval(line.replace(")", f", {more})"), names)
+        assert found.tolist() == pytest.approx(expected, abs=1e-5)
     with pytest.raises(ValueError, match="begin with a space") as caught:
         measure(interp.log_prob(["cat", " dog"]), output, mask, model=model)
     advice = re.search("write (.*) for a new word, or pass (.*) for", str(caught.value)).groups()
@@ -780,8 +791,9 @@ def test_metrics_accept_words_if_a_model_reads_them():
         )
         assert torch.equal(found.values, expected.values)
         assert found.about["metric"] == said
+        assert torch.equal(worded(model(tokens)), plain(model(tokens)))
         with pytest.raises(ValueError, match="tokens as text"):
-            worded(model(tokens))
+            worded(model(tokens).clone())
     assert Pairs(tokens, metric=interp.log_prob(" cat")).read_by(model).metric(
         model(tokens)
     ).item() == pytest.approx(model(tokens)[0, -1].log_softmax(-1)[16].item())
