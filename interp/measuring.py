@@ -126,6 +126,8 @@ class TokenMetric:
         unit: the unit of the metric.
         function: the function of the logits.
         unmasked: True if the metric was created without a mask, and is wrong for padded texts.
+        with_mask: a function that makes the metric again with the mask of its texts; None if the
+            metric has a mask, or needs none.
         at: the position that the metric reads; None if it reads several positions.
         call_in_words: a function that takes `write`, and returns `call` with the text of each token
             in place of its number; None if the call contains no tokens.
@@ -145,6 +147,7 @@ class TokenMetric:
     unit: str
     function: Callable[[Tensor], Tensor]
     unmasked: bool = False
+    with_mask: "Callable[[Tensor], TokenMetric] | None" = None
     at: Position | None = None
     call_in_words: Callable[[Writer], str] | None = None
     write: Writer | None = None
@@ -187,10 +190,24 @@ class TokenMetric:
         if scores.ndim != 3:
             rule = "logits must be [batch, pos, vocab], of whole texts"
             raise ValueError(f"{rule}; got {shown(scores)}; {_LOGITS_HINT}")
-        mask = mask_of_logits(self, scores, attention_mask)
+        metric = self.masked_by_run(scores)
+        mask = mask_of_logits(metric, scores, attention_mask)
         if mask is not None:
-            scores = last_real(scores, last_of(self, mask), mask)
-        return self.function(scores)
+            scores = last_real(scores, last_of(metric, mask), mask)
+        return metric.function(scores)
+
+    def masked_by_run(self, logits: Float[Tensor, "batch pos vocab"]) -> "TokenMetric":
+        """Return the metric with the mask of the run that computed some logits.
+
+        A metric that has a mask or needs none, or whose run is unknown, is returned unchanged.
+
+        Args:
+            logits: the logits of whole texts.
+        """
+        mask = None if self.with_mask is None else padding_of(logits)
+        if self.with_mask is None or mask is None:
+            return self
+        return replace(self.with_mask(mask), write=self.write)
 
     def __repr__(self) -> str:
         if self.call_in_words is None or self.write is None:
@@ -575,6 +592,8 @@ def measure(
             metric = metric.read_by_model_of(whole, has_mask=padding is not None)
         else:
             metric = metric.read_alone(model)
+    if isinstance(metric, TokenMetric):
+        metric = metric.masked_by_run(whole)
     # Read the mask once: each look at a mask on a device waits for the device.
     mask = mask_of_logits(metric, whole, None if padding is None else padding.cpu())
     logits_read = last_real(whole, last_of(metric, mask), mask)

@@ -23,6 +23,7 @@ from hooks.base import (
     at_least_float32,
     explains_calls,
     padding_messages,
+    padding_of,
     real_of,
     require_kind,
     shown,
@@ -177,7 +178,8 @@ def cross_entropy(
             [batch, pos]. Positions from 0 count columns, and must not be padding.
         attention_mask: True or 1 at real tokens of a tensor [batch, pos]; other forms contain their
             masks. Only predictions of a real token from a real token are used. Padded texts need
-            the mask both here and in the analysis.
+            the mask both here and in the analysis. Without a mask here, `measure` uses the mask of
+            the run that computed the logits, if it is known and `pos` is not a mask.
 
     Returns:
         The metric, a function from logits [batch, pos, vocab] to one number for each example
@@ -219,12 +221,20 @@ def cross_entropy(
         log_probs = at_least_float32(logits[:, :-1]).log_softmax(-1).gather(-1, index)[..., 0]
         return -log_probs.where(mask, 0).sum(1) / mask.sum(1)
 
+    def with_mask(mask: Tensor) -> TokenMetric:
+        metric = cross_entropy(predicted, pos, attention_mask=mask)
+        assert isinstance(metric, TokenMetric)
+        return metric
+
+    # `MetricCall.rows` gives a mask of positions, which counted padding as real.
+    is_mask = isinstance(pos, Tensor) and pos.dtype == torch.bool
     return TokenMetric(
         call=f"cross_entropy(tokens {list(predicted.shape)}{_pos_in_call(pos)})",
         last=0,
         unit="nats",
         function=metric,
         unmasked=text.attention_mask is None,
+        with_mask=None if text.attention_mask is not None or is_mask else with_mask,
         made_by=MetricCall(
             cross_entropy,
             {"tokens": predicted, "pos": is_selected, "attention_mask": text.attention_mask},
@@ -318,7 +328,8 @@ def kl_divergence(
         pos: one position, or one for each example, as in `logit_diff`; None for the mean over all
             real positions.
         attention_mask: True or 1 at real tokens. Padded texts need the mask both here and in the
-            analysis.
+            analysis. Default: the mask of the run that computed the reference, if it is known; see
+            `measure`.
 
     Returns:
         The metric, a function from logits [batch, pos, vocab] to one number for each example
@@ -334,6 +345,8 @@ def kl_divergence(
     (tensor([0.]), tensor([0.1438]))
     """
     require_kind("reference", reference, Tensor, "the logits of a run", "model(texts) gives them")
+    if attention_mask is None:
+        attention_mask = _padding_of_run(reference)
     is_real = real_of(attention_mask, reference.shape[:2])
     at = None if pos is None else Position(pos)
     if at is not None:
@@ -368,6 +381,15 @@ def kl_divergence(
         at=at,
         made_by=MetricCall(kl_divergence, arguments),
     )
+
+
+def _padding_of_run(logits: Tensor) -> Mask | None:
+    """Return the mask of the run that computed some logits.
+
+    The result is None if the mask is unknown or has no padding.
+    """
+    mask = padding_of(logits) if logits.ndim == 3 else None
+    return None if mask is None or bool(mask.all()) else mask
 
 
 @dataclass(frozen=True)

@@ -444,6 +444,51 @@ def test_logits_of_a_run_contain_its_mask():
         ), name
 
 
+def mean_nats(logits, tokens, mask):
+    """Return the mean -log probability of the next real tokens of each text, by numpy."""
+    means = []
+    for rows, row, real in zip(logits.detach().double().numpy(), tokens, mask, strict=True):
+        columns = [at for at in range(1, len(row)) if real[at] and real[at - 1]]
+        nats = [-by_numpy("log_prob", rows[at - 1], int(row[at]), 0) for at in columns]
+        means.append(np.mean(nats))
+    return torch.tensor(means, dtype=torch.float32)
+
+
+def test_metrics_of_whole_texts_take_the_mask_of_the_run():
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    tokens = torch.randint(1, VOCAB, (BATCH, POS))
+    for name, (logits, mask) in padded_runs().items():
+        expected = mean_nats(logits, tokens, mask)
+        metric = cross_entropy(tokens)
+        for found in (metric(logits), measure(metric, logits), measure(metric, logits, mask)):
+            assert torch.allclose(found, expected, atol=1e-5), name
+        # The last prediction of a text is in another column of each text.
+        last = measure(cross_entropy(tokens, pos=-2), logits)
+        told = cross_entropy(tokens, pos=-2, attention_mask=mask)
+        assert torch.equal(last, measure(told, logits)), name
+        # A copy has no mask.
+        unpadded = mean_nats(logits, tokens, torch.ones_like(mask))
+        assert torch.allclose(measure(metric, logits.clone()), unpadded, atol=1e-5), name
+        # Metrics of some rows, and from other processes, know only columns without a mask.
+        some = cross_entropy(tokens, pos=-2).rows(torch.tensor([0, 1, 2]))
+        with pytest.raises(ValueError, match="attention_mask"):
+            measure(some, logits)
+        other = torch.randn_like(logits)
+        for pos in (-1, None):
+            found = kl_divergence(logits, pos)
+            told = kl_divergence(logits.clone(), pos, attention_mask=mask)
+            for wanted in (other, logits):
+                assert torch.equal(measure(found, wanted, mask), measure(told, wanted, mask)), name
+            with pytest.raises(ValueError, match="attention_mask"):
+                measure(kl_divergence(logits.clone(), pos), other, mask)
+    # A run without padding tells no mask of other texts.
+    whole = Transformer(
+        TransformerConfig(vocab_size=VOCAB, n_ctx=7, n_layers=1, n_heads=2, d_model=8)
+    )(tokens, attention_mask=torch.ones_like(tokens))
+    with pytest.raises(ValueError, match="attention_mask"):
+        measure(kl_divergence(whole), torch.randn_like(whole), LEFT)
+
+
 def test_the_mask_of_logits_is_the_mask_when_the_run_began():
     model = Transformer(
         TransformerConfig(vocab_size=VOCAB, n_ctx=7, n_layers=1, n_heads=2, d_model=8)
