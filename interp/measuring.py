@@ -18,7 +18,7 @@ from hooks.base import (
     at_least_float32,
     explains_calls,
     logits_in,
-    model_of,
+    model_of_logits,
     padding_messages,
     padding_of,
     require_kind,
@@ -293,7 +293,7 @@ class WordedMetric:
         Raises:
             ValueError: if the logits do not tell their model; see also `read_alone`.
         """
-        model = model_of(logits)
+        model = model_of_logits(logits)
         if model is None:
             mask = "attention_mask, " if has_mask else ""
             is_known = has_mask or padding_of(logits) is not None

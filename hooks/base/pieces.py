@@ -241,7 +241,7 @@ def padding_of(logits: Tensor) -> KeyMask | None:
 def mark_model(logits: Any, model: nn.Module) -> None:
     """Store a weak reference to the model of a run as an attribute of the memory of its logits.
 
-    `model_of` reads the reference.
+    `model_of_logits` reads the reference.
 
     Args:
         logits: the logits of the run, [batch, pos, vocab]; any other value is ignored.
@@ -254,7 +254,7 @@ def mark_model(logits: Any, model: nn.Module) -> None:
         memory.model = weakref.ref(model)
 
 
-def model_of(logits: Tensor) -> nn.Module | None:
+def model_of_logits(logits: Tensor) -> nn.Module | None:
     """Return the model that computed some logits; see `mark_model`.
 
     A view, such as `logits[2:]`, has the model too. The result is None if the logits are in other

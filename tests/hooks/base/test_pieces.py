@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from hooks.base import mark_model, mark_padding, model_of, padding_of
+from hooks.base import mark_model, mark_padding, model_of_logits, padding_of
 
 MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
 BATCH, POS, VOCAB = 3, 5, 7
@@ -85,9 +85,11 @@ def test_logits_tell_their_model_while_it_exists():
     model, logits = nn.Linear(2, 3), marked()
     mark_model(logits, model)
     for view in (logits, logits[1:], logits[:, -1], logits.detach()):
-        assert model_of(view) is model
+        assert model_of_logits(view) is model
     for copy in (logits.clone(), logits * 2, logits[[1, 0]]):
-        assert model_of(copy) is None
-    assert torch.vmap(lambda row: row.sum() if model_of(row) is None else row)(logits).shape == (3,)
+        assert model_of_logits(copy) is None
+    assert torch.vmap(lambda row: row.sum() if model_of_logits(row) is None else row)(
+        logits
+    ).shape == (3,)
     del model
-    assert model_of(logits) is None
+    assert model_of_logits(logits) is None
