@@ -131,9 +131,11 @@ class Pairs(plots.Shown, metaclass=HintedClass):
             positions as in the clean texts.
         last_only: whether to use only the last position of each span. If False, a span must have
             the same number of positions in both texts. Default: False.
-        pos: the position of the answers, one for all texts or one for each, as in `logit_diff`.
-            Default: the last real token, or the mask token for a model that reads texts in both
-            directions. Answers of several tokens always follow the last real token.
+        pos: the position of the answers, whose logits are measured: one for all texts, or a list or
+            tensor with one for each text, as in `logit_diff`. -1 is the last real token of a text,
+            as in edits. (In edits, a list selects the same columns in every text.) Default: the
+            last real token, or the mask token for a model that reads texts in both directions.
+            Answers of several tokens always follow the last real token.
         per_token: whether to divide the log-probability of an answer of several tokens by its
             number of tokens. Default: False.
 

@@ -102,7 +102,7 @@ def require_causal(model: nn.Module, pos: Any) -> None:
             f"answers must be single tokens, because a {type(model).__name__} reads texts in both "
             "directions; got several tokens"
         )
-    if pos is not None and not (isinstance(pos, int) and pos == -1):
+    if pos is not None and not bool((torch.as_tensor(pos) == -1).all()):
         raise ValueError(
             "pos must be left out for answers of several tokens, which follow the last token of a "
             f"text; got {short(pos)}"

@@ -875,8 +875,16 @@ def test_answers_continue_the_texts_of_a_decoder():
         close(swept.values[0], of_run("clean", zero) - result.target)
 
 
+def test_answers_of_several_tokens_may_be_at_the_last_position(model):
+    expected = pairs_of("left").read_by(model).rows()
+    for pos in (-1, [-1] * 3, torch.tensor([-1] * 3)):
+        rows = pairs_of("left", pos=pos).read_by(model).rows()
+        assert torch.equal(rows.text.tokens, expected.text.tokens)
+
+
 REFUSED = [
     (dict(answers=[torch.tensor([3, 1])] * 3, pos=-2), "pos must be left out.*-2"),
+    (dict(answers=[torch.tensor([3, 1])] * 3, pos=[-1, -2, -1]), "pos must be left out.*-2"),
     (dict(answers=[torch.tensor([3, 1])] * 3, metric=lambda logits: logits[:, 0, 0]), "metric"),
     (dict(answers=[torch.tensor([3, 1])] * 2), "one answer for each of 3 texts.*2 answers"),
     (dict(answers=[torch.tensor([[3], [1]])] * 3), "must be a tensor of tokens"),
