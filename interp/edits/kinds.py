@@ -16,6 +16,7 @@ from hooks.base import (
     at_least_float32,
     explains_calls,
     padding_messages,
+    piece_read,
     require_integer,
     require_kind,
     shown,
@@ -355,7 +356,10 @@ def _donated(
     mask = source.mask_of_columns(place.point.name, place.axes)
     padding = None if mask is None else mask.tolist()
     counts = [value.shape[batch]] if padding is None else [value.shape[batch], len(padding)]
-    if {*counts} != {n_rows}:
+    # A run may have several rows for each text, such as beams, which follow one another.
+    n_copies = n_rows // counts[0] if counts[0] * piece_read().copies == n_rows else 1
+    n_texts = n_rows // n_copies
+    if {*counts} != {n_texts}:
         raise EditError(f"resample must have {n_rows} rows at {place.point}; got {counts}")
     # `HookedRunner.plan` runs the model on tensors without numbers, which cannot be compared.
     if region.is_meta or isinstance(region, FakeTensor):
@@ -363,7 +367,9 @@ def _donated(
     column = 0 if place.positions is None else place.firsts[place.positions]
     texts = source.copies(value, place.axes, place.point.name, column)
     first = place.firsts[batch]
-    rows = donors(padding or [[]] * n_rows, seed, texts)[first : first + place.lengths[batch]]
+    donor_of_texts = donors(padding or [[]] * n_texts, seed, texts)
+    rows = [donor for donor in donor_of_texts for _ in range(n_copies)]
+    rows = rows[first : first + place.lengths[batch]]
     return value.index_select(batch, to_device(torch.tensor(rows), value.device))
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hooks import EditError
 from hooks.base import POSITION_AXES, FakeTensor, padding_messages, piece_read
-from interp.edits.places import Region, Where
+from interp.edits.places import Region, Where, by_row
 from interp.edits.sources import ValueSource
 
 
@@ -94,6 +94,7 @@ def _mask_of_source(
     mask = source.mask(place.point.name, axis)
     if mask is None or mask.is_meta or isinstance(mask, FakeTensor):
         return None
+    mask = by_row(mask, 0, n_rows)
     fits = len(mask) in (1, n_rows) and mask.shape[1] >= size
     return mask[:, :size].bool() if fits else None
 

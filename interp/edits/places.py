@@ -110,6 +110,22 @@ def columns_axis(axes: Sequence[str]) -> str | None:
     return next((axis for axis in ("pos", "query", "encoder_pos") if axis in axes), None)
 
 
+def by_row(value: Shaped[Tensor, "*axes"], dim: int, n_rows: int) -> Shaped[Tensor, "*_axes"]:
+    """Return a value with a row for each text as a value with a row for each row of a run.
+
+    A run may have several rows for each text, such as beams. They follow one another. A value with
+    another number of rows is returned unchanged.
+
+    Args:
+        value: the value.
+        dim: the axis of its rows.
+        n_rows: the number of rows of the run.
+    """
+    copies = piece_read().copies
+    is_by_text = copies > 1 and value.shape[dim] * copies == n_rows
+    return value.repeat_interleave(copies, dim) if is_by_text else value
+
+
 @dataclass(frozen=True, eq=False)
 class SourceColumns:
     """The columns of a source for the positions that an edit selects.
@@ -205,6 +221,8 @@ class Region(NamedTuple):
                 f"the {source.what} at {self.point} must have axes of the point in order; got {got}"
             )
         for dim, axis in enumerate(self.axes):
+            if axis == "batch" and axis in source.axes and axis not in source.whole:
+                value = by_row(value, dim, n_rows=self.sizes[dim])
             if axis not in source.axes:
                 value = value.unsqueeze(dim)
             elif axis in source.whole or (value.shape[dim] == 1 and axis not in source.fixed):
@@ -241,6 +259,11 @@ class Region(NamedTuple):
             hint = " (for texts of another length, select columns with pos= and source_pos=)"
         elif axis == "batch" and source.whole:
             hint = f" (use across={('batch', *source.whole)} in edits.mean)"
+        elif axis == "batch" and piece_read().copies > 1:
+            n_texts = self.sizes[dim] // piece_read().copies
+            hint = f" ({piece_read().copies} rows, such as beams, for each text: or size {n_texts})"
+        elif axis == "batch" and not piece_read().copies:
+            hint = " (it is unknown which text, or which beam, each row of this run belongs to)"
         elif axis == "batch" and is_in_parts():
             hint = " (over_examples does not divide the values of an edit: run one part)"
         raise EditError(

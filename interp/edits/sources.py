@@ -35,7 +35,14 @@ from hooks.base import (
     to_device,
     unknown_name,
 )
-from interp.edits.places import SourceColumns, SourceValue, Where, axes_of, columns_axis
+from interp.edits.places import (
+    SourceColumns,
+    SourceValue,
+    Where,
+    axes_of,
+    by_row,
+    columns_axis,
+)
 from interp.inputs.cached import text_of
 from interp.inputs.copies import digests, numbered
 
@@ -234,8 +241,6 @@ class ValueSource:
                 error.args = (f"{error.args[0]}; got a value {[*value.shape]} ({rule})",)
                 raise error
         pos_axis = columns_axis(axes)
-        if self.columns is not None and pos_axis == "encoder_pos":
-            raise EditError(f"source_pos needs an axis of positions; got {point}")
         n_columns = 1 if pos_axis is None else value.shape[axes.index(pos_axis)]
         selected = self.columns
         if pos_axis is not None:
@@ -357,7 +362,7 @@ class ValueSource:
         The result is None if the source has no padding, or if its mask is unknown.
 
         Args:
-            batch: the number of texts that the edit changes.
+            batch: the number of rows that the edit changes.
             n_pos: the number of columns of the source.
             point: the point of the edit.
             axes: the axes of the value.
@@ -374,6 +379,8 @@ class ValueSource:
                 raise EditError(padding_messages.mask_unknown(what, given))
             return None
         mask = self.mask_of_columns(point.name, axes)
+        if mask is not None:
+            mask = by_row(mask, 0, n_rows=batch)
         fits = mask is not None and mask.shape[1] == n_pos and len(mask) in (1, batch)
         rows = real_columns(mask) if mask is not None and fits else None
         return rows and [*rows] * (batch // len(rows))

@@ -128,10 +128,74 @@ def test_the_last_token_of_a_source_is_its_last_real_token_of_the_encoder(model)
     torch.testing.assert_close(changed[1, 0], alone(run[1], site)[0])
 
 
-def test_source_pos_has_no_meaning_at_values_of_an_encoder(model):
-    edit = edits.replace(cached(model, ENCODED), source_pos=-1)
+@pytest.mark.parametrize("site", SITES)
+def test_source_pos_selects_tokens_of_the_encoder(model, site):
+    cache = cached(model, ENCODED)
+    values = [alone(text, site) for text in ENCODED]
+    run = [[5, 8], [5, 6, 7, 8, 9, 10]]
+    own = [alone(text, site) for text in run]
+    changed = edited(model, site, edits.replace(cache, source_pos=-1), run)
+    for row, text in enumerate(run):
+        expected = values[row][-1:].expand(len(text), -1, -1)
+        torch.testing.assert_close(changed[row, : len(text)], expected)
+    edit = edits.replace(cache, source_pos=[[2], [4]], encoder_pos=[[0], [3]])
+    changed = edited(model, site, edit, run)
+    torch.testing.assert_close(changed[0, 0], values[0][2])
+    torch.testing.assert_close(changed[1, 3], values[1][4])
+    torch.testing.assert_close(changed[0, 1], own[0][1])
+    torch.testing.assert_close(changed[1, [0, 1, 2, 4, 5]], own[1][[0, 1, 2, 4, 5]])
+    # Column 3 is padding in the first text of the source.
     with pytest.raises(EditError, match="source_pos"):
-        edited(model, "decoder.blocks.1.cross.v", edit, ENCODED)
+        edited(model, site, edits.replace(cache, source_pos=3, encoder_pos=0), run)
+
+
+FORMS = {
+    "a cache": lambda cache, site: edits.replace(cache),
+    "a tensor": lambda cache, site: edits.add(cache[site] / 3),
+    "the last token": lambda cache, site: edits.replace(cache, encoder_pos=-1),
+    "source_pos": lambda cache, site: edits.replace(cache, source_pos=1, encoder_pos=[[0], [2]]),
+}
+
+
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("how", ["num_beams", "num_return_sequences"])
+def test_all_beams_of_a_text_get_the_source_of_the_text(model, site, form, how):
+    texts = [[3, 9, 4], [7, 2, 8]]
+    others = [[5, 6, 7], [11, 8, 4]]
+    rows = [[0], [2]]
+    options = dict(max_new_tokens=3, eos_token_id=None, pad_token_id=0, **{how: 2})
+    options |= dict(do_sample=how != "num_beams", top_k=1)
+    options |= dict(output_logits=True, return_dict_in_generate=True)
+
+    def generated(texts, edit):
+        with HookedRunner(model).hooks({site: edit}):
+            return model.generate(torch.tensor(texts), **options).logits[0]
+
+    found = generated(texts, FORMS[form](cached(model, others), site))
+    for n, text in enumerate(texts):
+        cache = cached(model, others[n : n + 1])
+        edit = FORMS[form](cache, site)
+        if form == "source_pos":
+            edit = edits.replace(cache, source_pos=1, encoder_pos=rows[n])
+        torch.testing.assert_close(found[2 * n : 2 * n + 2], generated([text], edit))
+    plain = generated(texts, edits.scale(1.0))
+    assert not torch.allclose(found, plain)
+    wrong = torch.zeros(3, 3, 2, 6)
+    with pytest.raises(EditError, match="size 4 along batch; got 3.*2 rows, such as beams.*size 2"):
+        generated(texts, edits.add(wrong))
+
+
+def test_all_beams_of_a_text_have_one_donor(model):
+    site = "decoder.blocks.1.cross.v"
+    options = dict(max_new_tokens=1, num_beams=2, eos_token_id=None, pad_token_id=0)
+    edit = edits.resample(cached(model, [[3, 9, 4], [7, 2, 8]]))
+    values = []
+    runner = HookedRunner(model)
+    with runner.hooks({site: edit}), runner.hooks({site: lambda value, _: values.append(value)}):
+        model.generate(torch.tensor([[5, 6, 7], [9, 8, 2]]), **options)
+    for row, donor in enumerate([[7, 2, 8], [7, 2, 8], [3, 9, 4], [3, 9, 4]]):
+        torch.testing.assert_close(values[0][row], alone(donor, site))
 
 
 def test_a_source_of_one_token_is_not_repeated_along_the_encoder(model):
