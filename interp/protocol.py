@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeGuard, TypeVar, overload, runtime_checkable
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -359,6 +360,20 @@ def require_points(runner: HookedRunner) -> None:
             f"the model must have hook points; got {type(runner.model).__name__} without any "
             "(models.attach adds hook points to a transformers model)"
         )
+
+
+def rounding_dtype(model: nn.Module, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype whose rounding limits the difference of a value in a run and computed again.
+
+    A model of `transformers` rotates queries and keys in float32, and many normalize in float32,
+    also if the weights are in float64.
+
+    Args:
+        model: the model of the run.
+        dtype: the dtype of the value in the run.
+    """
+    is_attached = language_of(model) is not model
+    return torch.float32 if is_attached and dtype == torch.float64 else dtype
 
 
 def plain(model: nn.Module, *parts: str) -> Any:

@@ -47,7 +47,7 @@ from interp.graph.norms import is_identity, linear_part
 from interp.graph.sublayers import heads_of, require_branches
 from interp.inputs.cached import mask_of
 from interp.numbers.precision import like
-from interp.protocol import plain, runner_of
+from interp.protocol import plain, rounding_dtype, runner_of
 from interp.results.node import NodeName
 
 _STEPS = ("config", "blocks", "context", "input_resid", "logits", "unembed")
@@ -500,7 +500,12 @@ class Graph(HintsAtNames):
         for group in self.all_writers(at):
             contributions[start : start + len(group.names)] = group.vectors()
             start += len(group.names)
-        _check_sum(contributions.detach().sum(0), stream)
+        rounding = rounding_dtype(self._whole, stream.dtype)
+        if not is_rounding(contributions.detach().sum(0), stream, rounding).all():
+            raise CacheError(
+                "contributions must add up to the stream of the cache; the cache belongs to "
+                "another model, was edited, or blocks add more to the stream"
+            )
         return contributions
 
     def mean(self, cache: ActivationCache) -> Float[Tensor, "writer 1 pos d_model"]:
@@ -575,13 +580,3 @@ def writers(
     True
     """
     return Graph(model).contributions(cache)
-
-
-def _check_sum(total: Tensor, stream: Tensor) -> None:
-    """Check that the sum of all contributions is the stream after the last block."""
-    if not is_rounding(total, stream).all():
-        raise CacheError(
-            "contributions must add up to the stream of the cache; the cache belongs to another "
-            "model, "
-            "was edited, or blocks add more to the stream"
-        )

@@ -32,7 +32,7 @@ from interp.graph.norms import LinearPart, is_identity, linear_part
 from interp.graph.sublayers import adapter_of, scale_of
 from interp.inputs.cached import mask_of
 from interp.kinds import require_cache
-from interp.protocol import plain
+from interp.protocol import plain, rounding_dtype
 from interp.results.node import NodeName, node_name
 
 # The last parts of the points that are read from a cache, without the points of neurons and of
@@ -80,13 +80,8 @@ class ResidualComponents:
 
     @property
     def rounding_dtype(self) -> torch.dtype:
-        """The dtype whose rounding limits the difference of a value in the run and computed again.
-
-        A model of `transformers` rotates queries and keys in float32, also if its weights are in
-        float64.
-        """
-        is_attached = self.model is not self._given
-        return torch.float32 if is_attached and self.dtype == torch.float64 else self.dtype
+        """The dtype of the rounding of a value in the run; see `interp.protocol.rounding_dtype`."""
+        return rounding_dtype(self._given, self.dtype)
 
     @cached_property
     def _points(self) -> Mapping[str, Point]:

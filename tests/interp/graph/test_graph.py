@@ -2,12 +2,15 @@
 stream.
 """
 
+import copy
+
 import pytest
 import torch
 
 from hooks import CacheError, HookedRunner, UnknownNameError
-from interp import graph
-from models import Transformer, TransformerConfig
+from interp import edits, graph
+from models import Transformer, TransformerConfig, attach
+from tests import tiny
 from tests.streams import FORMS, made
 
 TOKENS = torch.randint(23, (5, 7), generator=torch.Generator().manual_seed(1))
@@ -178,3 +181,23 @@ def test_caches_that_do_not_fit_are_refused():
         nodes.contributions(HookedRunner(model).capture(TOKENS, names="*.z"))
     with pytest.raises(CacheError, match="add up"):
         nodes.contributions(ran(made(seed=2), nodes))
+
+
+def test_contributions_of_an_attached_model_in_float64_add_up_to_its_stream():
+    # The norms of transformers compute in float32, so the sum differs by more than float64 rounds.
+    model = tiny.redraw(tiny.model("Olmo2ForCausalLM").double(), 0.3)
+    tokens = torch.tensor([[3, 7, 9, 2]])
+    streams = []
+    hooked = copy.deepcopy(model)
+    hooked.model.layers[-1].register_forward_hook(lambda module, args, out: streams.append(out))
+    hooked(tokens)
+    with attach(model):
+        nodes = graph.Graph(model)
+        runner = HookedRunner(model)
+        _, cache = runner.run_with_cache(tokens, names=nodes.needed)
+        found = nodes.contributions(cache).sum(0)
+        torch.testing.assert_close(found, streams[0], rtol=0, atol=1e-5)
+        with runner.hooks({"blocks.0.resid_post": edits.scale(1.01)}):
+            _, edited = runner.run_with_cache(tokens, names=nodes.needed)
+        with pytest.raises(CacheError, match="add up to the stream of the cache.* was edited"):
+            nodes.contributions(edited)
