@@ -467,10 +467,11 @@ class Result(plots.Shown):
         if len(matches) == 1:
             return matches
         if matches:
-            places = " and ".join(repr(labels[index]) for index in matches)
+            places = [repr(labels[index]) for index in matches]
+            calls = " or ".join(f"{axis}={place}" for place in places)
             raise ValueError(
-                f"{axis} must be one place; got {shown(label)}, which texts have at {places}; "
-                f"write the label, such as {axis}={labels[matches[0]]!r}"
+                f"{axis} must be one place; got {shown(label)}, which texts have at "
+                f"{' and '.join(places)}: write {calls}"
             )
         known = [word for word in words if word]
         of_words = f" or a unique word of {short(known)}" if known else ""
