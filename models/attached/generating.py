@@ -43,8 +43,10 @@ class Generation:
         self.began: int | None = None
         self._n_runs = 0
         self.why_no_end = self._why_no_end()
-        names = ("inputs", "input_ids", "inputs_embeds")
+        names = ("inputs", "input_ids", "inputs_embeds", getattr(model, "main_input_name", ""))
         given = [self._named.get(name) for name in names]
+        # The texts of an encoder may be given as its output.
+        given += [*(self._named.get("encoder_outputs") or {}).values()]
         self._n_texts = next((len(texts) for texts in given if isinstance(texts, Tensor)), 0)
         numbers = [self._setting(name) for name in ("num_beams", "num_return_sequences")]
         self._most = max(number or 1 for number in numbers)

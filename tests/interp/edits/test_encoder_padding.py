@@ -245,3 +245,16 @@ def test_the_last_token_of_the_encoder_stays_the_same_in_a_generation(model, use
         output = model.generate(**options)
     assert torch.equal(output.sequences, expected.sequences)
     torch.testing.assert_close(torch.stack(output.logits), torch.stack(expected.logits))
+
+
+def test_texts_may_be_given_as_the_output_of_the_encoder(model):
+    """The texts that an edit selects are then the rows of this output."""
+    tokens = torch.tensor([[3, 9, 4], [7, 2, 8]])
+    options = dict(max_new_tokens=3, num_beams=2, eos_token_id=None, pad_token_id=0)
+    options |= dict(output_logits=True, return_dict_in_generate=True)
+    encoded = model.get_encoder()(input_ids=tokens)
+    edit = edits.zero(batch=1, encoder_pos=[[0], [2]])
+    with HookedRunner(model).hooks({"decoder.blocks.1.cross.v": edit}):
+        found = model.generate(encoder_outputs=encoded, **options).logits[0]
+        expected = model.generate(tokens, **options).logits[0]
+    torch.testing.assert_close(found, expected)
