@@ -8,14 +8,16 @@
 4. The end of the `with` closes the session and removes each of its hooks once.
 """
 
+import copy
 import dataclasses
 import functools
 import itertools
+import pickle
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable
 from contextvars import ContextVar
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from torch import nn
 
@@ -204,6 +206,23 @@ class _Listener:
     hook: Callable[..., Any]
     acts: Callable[[], bool]
     applies: Callable[[], Any] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+    def __reduce__(self) -> Any:
+        """Raise an error, because a pickled model has no `with` that would remove its hooks.
+
+        Raises:
+            PicklingError: always.
+        """
+        raise pickle.PicklingError(
+            "a model with active hooks cannot be pickled: leave the `with` first, or remove the "
+            "handle of runner.add; or save the weights, torch.save(model.state_dict(), path)"
+        )
 
 
 class _After(_Listener):

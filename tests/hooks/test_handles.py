@@ -2,7 +2,10 @@
 
 import asyncio
 import contextvars
+import copy
 import gc
+import io
+import pickle
 import threading
 import weakref
 
@@ -136,3 +139,29 @@ def test_hooks_that_stay_do_not_keep_their_model():
     del runner
     gc.collect()
     assert model() is None
+
+
+def double(value, point):
+    return value * 2
+
+
+def test_a_model_with_active_hooks_is_not_pickled():
+    model = Stack()
+    runner = HookedRunner(model)
+    expected = model(X)
+    saves = (pickle.dumps, lambda model: torch.save(model, io.BytesIO()))
+    with runner.hooks({"*": double}):
+        for save in saves:
+            with pytest.raises(pickle.PicklingError, match="leave the `with` first"):
+                save(model)
+        torch.save(model.state_dict(), io.BytesIO())
+        # A deep copy has the hooks while the `with` is open.
+        copied = copy.deepcopy(model)
+        assert torch.equal(copied(X), model(X))
+        assert not torch.equal(copied(X), expected)
+    assert torch.equal(copied(X), expected)
+    handle = runner.add({"*": double})
+    with pytest.raises(pickle.PicklingError, match="remove the handle"):
+        pickle.dumps(model)
+    handle.remove()
+    assert torch.equal(pickle.loads(pickle.dumps(model))(X), expected)
