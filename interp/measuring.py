@@ -171,7 +171,7 @@ class TokenMetric:
     def __call__(
         self,
         logits: Float[Tensor, "batch pos vocab"] | HasLogits,
-        attention_mask: Mask | None = None,
+        attention_mask: Shaped[Tensor, "batch _column"] | None = None,
     ) -> Float[Tensor, " batch"]:
         """Return the metric of each example, in `unit`.
 
@@ -307,7 +307,7 @@ class WordedMetric:
     def __call__(
         self,
         logits: Float[Tensor, "batch pos vocab"] | HasLogits,
-        attention_mask: Mask | None = None,
+        attention_mask: Shaped[Tensor, "batch _column"] | None = None,
     ) -> Float[Tensor, " batch"]:
         """Return the metric of each example, with tokens of the model that computed the logits.
 

@@ -298,6 +298,8 @@ class Pairs(plots.Shown, metaclass=HintedClass):
         pairs.continuations = scoring.continuations or self.continuations
         pairs._metric = scoring.metric
         pairs.pos = scoring.pos
+        # The texts contain the positions of the spans now, so a part of the pairs keeps them.
+        pairs._has_spans = True
         pairs.is_read = True
         pairs._write = self._write or writer_of(model)
         return pairs

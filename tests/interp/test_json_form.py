@@ -46,7 +46,7 @@ EXPECTED = {
     "patch_top_k": lambda r: {**effect(r.top, "top"), "n_outside": 14},
     "circuit": lambda r: {"edge.name": [*r], "edge.score": r.scores[r.kept], "n_edges": 479},
     "acdc": lambda r: {"2.0.edge.name": [*r[2.0]]},
-    "faithfulness": effect,
+    "faithfulness": lambda r: {**effect(r.circuit, "circuit"), **effect(r.random, "random")},
     "pairs": lambda r: {"clean": r.text.listed()},
     "align": lambda r: {**effect(r.accuracy, "accuracy"), "losses": [*r.losses.values()]},
     "null_spaces": lambda r: {**effect(r.effects, "effects"), "dormant": r.dormant},

@@ -228,6 +228,23 @@ def test_a_metric_of_ones_own_goes_with_the_pairs(model, tokens, corrupted):
     assert torch.equal(other.answers, pairs.answers)
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_selected_pairs_keep_the_spans_of_their_texts(several):
+    model = pydoc()
+    clean = ["part AB1 and AB", "part XY7 or XY", "part KV8 in KV"]
+    corrupted = ["part AB2 and AB", "part XY3 or XY", "part KV6 in KV"]
+    places = [[7], [3], [5]]
+    answers = [(" 10", " 2")] * 3 if several else ("1", "2")
+    order = [2, 0, 1]
+    read = Pairs(clean, corrupted, answers, spans={"a": places}).read_by(model)
+    chosen = read[order].read_by(model)
+    assert chosen.spans["a"].tolist() == [places[n] for n in order]
+    assert chosen.other.spans["a"].tolist() == [places[n] for n in order]
+    words = {"a": [("AB1", "AB2"), ("XY7", "XY3"), ("KV8", "KV6")]}
+    named = Pairs(clean, corrupted, answers, spans=words).read_by(model)
+    assert named[[1]].read_by(model).spans["a"].tolist() == named.spans["a"][[1]].tolist()
+
+
 def test_a_metric_with_a_token_for_each_pair_is_selected_with_the_pairs(model, tokens, corrupted):
     right = torch.tensor([3, 0, 7, 5])
     part = Pairs(tokens, corrupted, metric=log_prob(right))[[2, 0]]
