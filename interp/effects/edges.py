@@ -168,7 +168,13 @@ def edge_attribution(
     require_kind("max_bytes", max_bytes, (int, float, type(None)), "a number of bytes")
     graph = Graph(model, split_embeddings)
     source_graph = source_graph_of(source, graph)
-    runs = Runs(graph.runner(for_gradients=True).model, pairs, direction=direction, source=source)
+    runs = Runs(
+        graph.runner(for_gradients=True).model,
+        pairs,
+        direction=direction,
+        source=source,
+        source_graph=source_graph,
+    )
     source_values = runs.source(graph.needed)
     prompts = None if runs.rows is runs.pairs else runs.prompts
     where = changed_positions(over, runs.text, runs.other, prompts)

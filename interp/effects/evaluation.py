@@ -248,11 +248,11 @@ class CircuitScores(CircuitResults):
         faithfulness: F(C) [circuit, example], where C is the circuit. The only label is `circuit`.
         completeness: F(M without K) - F(C without K) [without, example], where M is the whole
             model, and K is a set of nodes. All differences are near 0 if the circuit is complete. A
-            large difference shows that other parts of the model can do the
-            work of the nodes, and that the circuit lacks these parts. The labels of `without` are
-            the nodes of the circuit except `logits`, one in each set K, and then `circuit`. For
-            this last label, all edges of the circuit are removed, and no node. The difference is
-            then the share of the behaviour that the model keeps without these edges.
+            large difference shows that other parts of the model can do the work of the nodes, and
+            that the circuit lacks these parts. The labels of `without` are the nodes of the circuit
+            except `logits`, one in each set K, and then `circuit`. For this last label, all edges
+            of the circuit are removed, and no node. The difference is then the share of the
+            behaviour that the model keeps without these edges.
         minimality: the loss F(C) - F(C without v) for each node v except `logits` [node, example].
             If the interval of a node contains 0, the circuit may not need the node.
     """

@@ -37,15 +37,35 @@ def source_graph_of(source: Source | None, graph: Graph) -> Graph:
     Args:
         source: the model whose values are read; None for the model of the graph.
         graph: the graph of the model that is edited.
+
+    Raises:
+        TypeError: if the source is not a model.
     """
     if source is None:
         return graph
-    model = source.model if isinstance(source, WithoutAdapter) else source
+    model = _module_of(source)
     with as_source(source):
         return Graph(model, split_embeddings="input" not in graph.writers)
 
 
-def source_runner(source: Source, runner: HookedRunner, texts: Any, text: Text) -> HookedRunner:
+def _module_of(source: Source) -> nn.Module:
+    """Return the model of a source, or raise an error if the source is not a model."""
+    model = source.model if isinstance(source, WithoutAdapter) else source
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"source must be a model with the same points; got {shown(source)} (pass a cache as "
+            "edit=edits.replace(cache))"
+        )
+    return model
+
+
+def source_runner(
+    source: Source,
+    runner: HookedRunner,
+    texts: Any,
+    text: Text,
+    graph: Graph | None = None,
+) -> HookedRunner:
     """Return the runner of a model whose values replace values of another model.
 
     Args:
@@ -53,6 +73,8 @@ def source_runner(source: Source, runner: HookedRunner, texts: Any, text: Text) 
         runner: the runner of the model that is edited.
         texts: the texts as they were given.
         text: the texts as the tokens of the model that is edited.
+        graph: the graph of the source, if the analysis runs the parts of a graph; see
+            `source_graph_of`. Default: the source runs as a whole.
 
     Raises:
         TypeError: if the source is not a model.
@@ -60,13 +82,8 @@ def source_runner(source: Source, runner: HookedRunner, texts: Any, text: Text) 
             read the texts as different tokens. The error names the first difference.
         ModeError: if the source is in training mode.
     """
-    model = source.model if isinstance(source, WithoutAdapter) else source
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"source must be a model with the same points; got {shown(source)} (pass a cache as "
-            "edit=edits.replace(cache))"
-        )
-    other = runner_of(model)
+    model = _module_of(source)
+    other = runner_of(model) if graph is None else graph.runner()
     require_same_points(runner, other, "source")
     if not is_batch(texts):
         require_same_tokens(text.listed(), text_for(model, texts).listed())

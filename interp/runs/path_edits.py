@@ -73,7 +73,16 @@ class PathEdits:
         model = graph.runner().model
         require_no_direction(source, direction, "noising")
         self._max_bytes = max_bytes
-        runs = Runs(model, pairs, direction=direction, max_bytes=max_bytes // 2, source=source)
+        # The outputs of the writers of another model are computed with its own weights.
+        source_graph = source_graph_of(source, graph)
+        runs = Runs(
+            model,
+            pairs,
+            direction=direction,
+            max_bytes=max_bytes // 2,
+            source=source,
+            source_graph=source_graph,
+        )
         self.runs = runs
         text = runs.text
         if not text.is_aligned_with(runs.other):
@@ -83,8 +92,6 @@ class PathEdits:
         points_read: set[nn.Module] = set()
         for block in self.model.blocks:
             points_read |= {branch.reads for branch in block.branches}
-        # The outputs of the writers of another model are computed with its own weights.
-        source_graph = source_graph_of(source, graph)
         source_values = runs.source(graph.needed)
         self.cache = runs.cache([*graph.needed, *(graph.names[point] for point in points_read)])
         self.moved = source_graph.added(source_values) - graph.added(self.cache)

@@ -25,6 +25,7 @@ from hooks.base import (
     without_gradients,
 )
 from interp.edits import Edit
+from interp.graph.graph import Graph
 from interp.inputs.copies import digests, groups, hashed_examples
 from interp.inputs.parts import part_now
 from interp.inputs.texts import require_edits_of_all_texts
@@ -79,6 +80,8 @@ class Runs:
             the clean texts replace values of the model. Corrupted texts are then not used. Without
             answers and a metric, the metric is KL(source || model), the mean over the positions of
             each text, in nats. Default: None, if both runs are runs of the model.
+        source_graph: the graph of the source, if `model` is the model of a graph's runner. The
+            source then runs the parts of its graph too.
 
     Attributes:
         runner: the runner of the model.
@@ -108,6 +111,7 @@ class Runs:
         direction: PatchingDirection | None = None,
         max_bytes: int = 2**30,
         source: Source | None = None,
+        source_graph: Graph | None = None,
     ) -> None:
         require_kind("max_bytes", max_bytes, (int, float), "a number of bytes")
         self.model = model
@@ -125,7 +129,13 @@ class Runs:
         self.source_model = source
         self.source_runner = self.runner
         if source is not None:
-            self.source_runner = source_runner(source, self.runner, pairs.clean, self.pairs.text)
+            self.source_runner = source_runner(
+                source,
+                self.runner,
+                texts=pairs.clean,
+                text=self.pairs.text,
+                graph=source_graph,
+            )
         if self.rows is not self.pairs:
             for run_model in {model, self.source_runner.model}:
                 require_edits_of_rows(run_model)

@@ -184,6 +184,43 @@ def test_scores_of_edges_are_gradients_times_changes_between_the_models():
     close(result.select(edge="a0.h2->logits").values, torch.stack(expected), 1e-9)
 
 
+@pytest.mark.parametrize("name", ["GraniteForCausalLM", "CohereForCausalLM", "Phi3ForCausalLM"])
+def test_an_attached_model_is_the_source_of_edges(name):
+    """These attached models have other points than the parts that their graphs run."""
+    tuned = tiny.redraw(tiny.model(name), 0.3)
+    base = tiny.redraw(tiny.model(name, seed=1), 0.3)
+    tokens = TOKENS % tuned.config.vocab_size
+    written = []
+    for model in (tuned, base):
+        hooked = copy.deepcopy(model)
+        mlp = hooked.model.layers[-1].mlp
+        mlp.register_forward_hook(lambda module, args, out: written.append(out.detach()))
+        hooked(tokens)
+    moved = getattr(tuned.config, "residual_multiplier", 1.0) * (written[1] - written[0])
+    hooked = copy.deepcopy(tuned)
+
+    def metric(share):
+        """Return the metric if the last norm also reads a share of the change."""
+        read = hooked.model.norm.register_forward_pre_hook(lambda _, args: args[0] + share * moved)
+        with read:
+            return hooked(tokens).logits[:, -1].log_softmax(-1)[:, 3]
+
+    effect = (metric(1.0) - metric(0.0)).detach()
+    share = torch.zeros(len(tokens), 1, 1, requires_grad=True)
+    (slope,) = torch.autograd.grad(metric(share).sum(), share)
+    attach(tuned)
+    attach(base)
+    pairs = Pairs(tokens, metric=log_prob(3))
+    writer = f"m{len(tuned.model.layers) - 1}"
+    edge = f"{writer}->logits"
+    for found, expected in (
+        (edge_patching(tuned, pairs, [edge], source=base).values[0], effect),
+        (path_patching(tuned, pairs, "logits", [writer], source=base).values[0], effect),
+        (edge_attribution(tuned, pairs, source=base).select(edge=edge).values, slope.flatten()),
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 def test_a_changed_mlp_is_undone_from_its_layer_on():
     """In a copy, the MLP weights of block 2 are multiplied by 1.3.
 
