@@ -379,7 +379,8 @@ def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
 
     Each number depends only on the seed, the name of the point and the place of the number: row,
     column of the text, and so on. So it does not depend on the length of a piece, on the device or
-    on other edits.
+    on other edits. The row counts from the start of its batch. If you divide texts into batches of
+    another size, a text may get other noise.
 
     Args:
         scale: the standard deviation.
