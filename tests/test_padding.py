@@ -190,7 +190,7 @@ READ = {
     "edge_patching": on_pairs(
         interp.edge_patching, edges=["input->a0.h1<q>", "a0.h2->m1", "m0->logits"]
     ),
-    "faithfulness": shares(interp.faithfulness),
+    "faithfulness": shares(lambda *args: interp.faithfulness(*args).circuit),
     "completeness": shares(lambda *args: interp.evaluate_circuit(*args).completeness),
     "minimality": shares(lambda *args: interp.evaluate_circuit(*args).minimality),
     "edge_attribution": on_pairs(interp.edge_attribution),

@@ -29,7 +29,7 @@ from interp.claims.trial import Content, Trial, highest, shuffled_weights
 from interp.claims.verdict import Bounds, Test
 from interp.effects.edges import edge_attribution
 from interp.graph.circuit import Circuit
-from interp.graph.circuits import greedy
+from interp.graph.circuits import greedy, random_backward
 from interp.graph.graph import Graph
 from interp.kinds import require_made
 from interp.pairs.pairs import Pairs, PatchingDirection
@@ -139,7 +139,7 @@ class CircuitContent(Content):
         """Return the comparison with the best random circuit of the same size."""
         metrics = []
         for seed in progress_of(trial.seeds, "random circuits", len(trial.seeds)):
-            metrics.append(runs(_random_circuit(circuit.graph, len(circuit), seed)))
+            metrics.append(runs(random_backward(circuit.graph, len(circuit), seed)))
         result = runs.share(runs(circuit) - highest(metrics))
         return Test.of("above random circuits", result, Bounds(above=0.0))
 
@@ -288,10 +288,3 @@ def _mean_ablation(trial: Trial, circuit: Circuit, bounds: Bounds) -> Test:
         means.append(graph.mean(cache))
     source = torch.stack(means).mean(0)
     return _Shares(trial, pairs, circuit, source).test("mean ablation", bounds)
-
-
-def _random_circuit(graph: Graph, n: int, seed: int) -> Circuit:
-    """Return a circuit of `n` random edges that have a path to the logits."""
-    draw = torch.Generator().manual_seed(seed)
-    scores = torch.rand(len(graph.edges), 1, generator=draw)
-    return greedy(graph, Result(scores, ("edge", "example"), labels={"edge": graph.edges}), n)

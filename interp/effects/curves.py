@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from hooks.base import number_of, progress_bar, shows_progress
+from interp.effects.evaluation import NOTHING
 from interp.graph import Graph
 from interp.graph.circuit import Circuit
-from interp.graph.circuits import random, random_pool, strengths, top
+from interp.graph.circuits import REMEDY, random, random_pool, strengths, strongest
 from interp.json_form import Table, form
 from interp.kinds import require_made
 from interp.numbers.intervals import interval_text
@@ -107,6 +108,11 @@ class Curve:
             f"CPR {self.cpr!r}, of random edges {cpr_of_random!r}",
             f"CMD {self.cmd!r}, of random edges {cmd_of_random!r}",
         ]
+        # The whole model is usually the last circuit.
+        smaller = self.signed.mean()[:-1]
+        n_idle = int((smaller.abs() < NOTHING).sum())
+        if 2 * n_idle > len(smaller):
+            lines.append(f"{n_idle} of {circuits} of the edges that help do nothing: {REMEDY}")
         return "\n  ".join(lines)
 
 
@@ -174,7 +180,7 @@ def circuit_curve(
     n_edges = int(graph.allowed.sum())
     counts = [int(share * n_edges) for share in shares]
     strength = strengths(graph, scores, signed=False)
-    whole = top(graph, scores, n_edges)
+    whole = strongest(graph, scores, n_edges)
     runs = CircuitRuns(model, pairs, whole, source=source, max_bytes=max_bytes)
 
     def measured(circuit_of: Callable[[int], Circuit]) -> Result:
@@ -190,8 +196,8 @@ def circuit_curve(
 
     with progress_bar("circuits", total=3 * len(counts)) as count:
         return Curve(
-            signed=measured(partial(top, graph, scores, signed=True)),
-            absolute=measured(partial(top, graph, scores)),
+            signed=measured(partial(strongest, graph, scores, signed=True)),
+            absolute=measured(partial(strongest, graph, scores)),
             random=measured(of_random_edges),
         )
 

@@ -20,7 +20,7 @@ from hooks.base import (
 )
 from interp import plots
 from interp.graph.circuit import Circuit
-from interp.graph.circuits import random, random_pool, strengths
+from interp.graph.circuits import REMEDY, random, random_pool, strengths
 from interp.inputs.parts import finished
 from interp.json_form import Table, form
 from interp.kinds import require_made
@@ -33,11 +33,8 @@ from interp.runs.masked import CircuitSource
 
 _MOST_NODES = 20
 """The number of nodes in the printed table of criteria."""
-_WITHOUT_EDGES = (
-    "the circuit must have at least one edge; got none (the scores of edge_attribution(model, "
-    "pairs, 'eap_ig_inputs'), more pairs, or more edges may give a circuit)"
-)
-_NOTHING = 0.005
+_WITHOUT_EDGES = f"the circuit must have at least one edge; got none: {REMEDY}"
+NOTHING = 0.005
 """A circuit does nothing if the absolute value of its share is below this number."""
 
 Results = TypeVar("Results", bound="CircuitResults")
@@ -115,12 +112,9 @@ class Faithfulness(CircuitResults):
             f"{self.n_as_good} of {n_random} of {size} do as well, drawn from "
             f"{about['drawn from']}",
         ]
-        if abs(circuit.effect) < _NOTHING:
-            lines.append(
-                "the circuit does nothing: find it with edge_attribution(model, pairs, "
-                "'eap_ig_inputs'), on more pairs, or with more edges"
-            )
-        elif shares.abs().median() < _NOTHING:
+        if abs(circuit.effect) < NOTHING:
+            lines.append(f"the circuit does nothing: {REMEDY}")
+        elif shares.abs().median() < NOTHING:
             remedy = "; pass the strongest edges as among=" if about["is_whole"] else ""
             lines.append(f"most random circuits do nothing, so this comparison says little{remedy}")
         return "\n  ".join([*lines, *Entries([circuit]).notes()])

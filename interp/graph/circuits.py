@@ -18,6 +18,9 @@ from interp.results.result import Result
 
 __all__ = ["above", "greedy", "random", "top"]
 
+REMEDY = "use edge_attribution(model, pairs, 'eap_ig_inputs'), more pairs, or more edges"
+"""What to do if a circuit does nothing, for warnings and printed results."""
+
 _FEW = 10
 
 
@@ -42,6 +45,9 @@ def above(graph: Graph, scores: Result, threshold: float, signed: bool = False) 
         ValueError: if scores are not finite, if they do not contain all edges of this graph, or,
             with `signed`, if they lack the metric of both texts.
 
+    Warns:
+        UserWarning: if fewer than half of at least 10 selected edges are on a path.
+
     >>> from interp import Pairs, edge_attribution
     >>> from models import load
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
@@ -49,7 +55,7 @@ def above(graph: Graph, scores: Result, threshold: float, signed: bool = False) 
     >>> len(above(Graph(model), scores, threshold=1.0))
     12
     """
-    return _circuit(graph, scores, strengths(graph, scores, signed) > threshold)
+    return _checked(_circuit(graph, scores, strengths(graph, scores, signed) > threshold))
 
 
 def top(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
@@ -72,6 +78,9 @@ def top(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
     Raises:
         ValueError: if the graph has fewer than `n` edges, or as in the function `above`.
 
+    Warns:
+        UserWarning: if fewer than half of at least 10 selected edges are on a path.
+
     >>> from interp import Pairs, edge_attribution
     >>> from models import load
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
@@ -93,6 +102,11 @@ def top(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
         m1->m3           +1.991
       left out: 1 edge on no path from the input to the logits
     """
+    return _checked(strongest(graph, scores, n, signed))
+
+
+def strongest(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
+    """Return the same circuit as `top`, without a warning if hardly any edge is on a path."""
     return _circuit(graph, scores, largest(strengths(graph, scores, signed), n, graph))
 
 
@@ -115,7 +129,8 @@ def greedy(
             effect; see `above`.
         exact: whether the pruned circuit must have exactly `n` edges. An edge that would connect
             too many others is then passed over. If no edge is left to select, the circuit has fewer
-            edges; this can happen for the smallest circuits. Default: False, as in the paper.
+            edges, with a warning; this can happen for circuits of a few edges, and of nearly all
+            edges of the graph. Default: False, as in the paper.
 
     Returns:
         A circuit with the scores of the edges, in the metric's unit.
@@ -124,7 +139,8 @@ def greedy(
         ValueError: if the graph has fewer than `n` edges, or as in the function `above`.
 
     Warns:
-        UserWarning: if fewer than half of at least 10 selected edges are on a path.
+        UserWarning: if fewer than half of at least 10 selected edges are on a path; with `exact`,
+            if the circuit has fewer than `n` edges.
 
     >>> from interp import Pairs, edge_attribution
     >>> from models import load
@@ -138,14 +154,24 @@ def greedy(
     strength = strengths(graph, scores, signed)
     largest(strength, n, graph)
     circuit = _circuit(graph, scores, _backward(graph, strength, n, exact=exact))
-    # The shortest paths have a few edges, so a small circuit is often empty.
-    if n >= _FEW and 2 * len(circuit) < n:
+    if exact and len(circuit) < n:
         warn(
-            f"only {len(circuit)} of {n} selected edges are on a path from the input to the "
-            "logits; the scores may have no common signal: use "
-            "edge_attribution(model, pairs, 'eap_ig_inputs'), more pairs, or more edges"
+            f"exact=True found only {len(circuit)} of {n} connected edges: each other edge would "
+            "connect too many edges, or none"
         )
-    return circuit
+    return _checked(circuit)
+
+
+def random_backward(graph: Graph, n: int, seed: int) -> Circuit:
+    """Return the circuit that `greedy` selects if the strengths of the edges are random.
+
+    Args:
+        graph: the graph of the model.
+        n: the number of edges that are selected. The edges that are on no path are then pruned.
+        seed: the seed of the strengths.
+    """
+    strength = _table(graph, torch.rand(len(graph.edges), generator=seeded(seed)))
+    return Circuit(graph, _backward(graph, strength, n, exact=False)).pruned()
 
 
 def _backward(
@@ -389,6 +415,22 @@ def _circuit(graph: Graph, scores: Result, kept: Tensor) -> Circuit:
     found_on = scores.about.get("texts", ())
     effects = -_table(graph, _helps(scores))
     return Circuit(graph, kept, scores=effects, found_on=found_on).pruned()
+
+
+def _checked(circuit: Circuit) -> Circuit:
+    """Return the circuit of selected edges.
+
+    Warns:
+        UserWarning: if fewer than half of the selected edges are on a path. The shortest paths have
+            a few edges, so the circuit of a few edges is often empty, and there is no warning.
+    """
+    n_selected = len(circuit) + circuit.n_left_out
+    if n_selected >= _FEW and 2 * len(circuit) < n_selected:
+        warn(
+            f"only {len(circuit)} of {n_selected} selected edges are on a path from the input to "
+            f"the logits; the scores may have no common signal: {REMEDY}"
+        )
+    return circuit
 
 
 def _table(graph: Graph, of_edges: Float[Tensor, " edge"]) -> Float[Tensor, "writer reader"]:

@@ -11,9 +11,9 @@ import random
 import torch
 
 from interp import Circuit, Claim, Pairs, circuits, edge_attribution
-from interp.claims.circuit import _random_circuit
 from interp.directions import Direction, difference_of_means
 from interp.graph import Graph
+from interp.graph.circuits import random_backward
 from tests.interp.claims.known import (
     COMPARISON,
     EDGES,
@@ -133,7 +133,7 @@ def first_digit_only(fresh):
 
 
 def grown(name, n, seed):
-    return [*_random_circuit(Graph(model_of(name)), n, seed)]
+    return [*random_backward(Graph(model_of(name)), n, seed)]
 
 
 def head(model, pairs, test, place, matters=0.3):

@@ -1,5 +1,7 @@
 """Measures of circuits, compared with their definitions in separate runs."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -228,6 +230,20 @@ def test_a_curve_has_the_areas_of_the_benchmark():
         shown = lines[kind].get_xydata()
         assert shown[:, 0] == pytest.approx(SHARES)
         assert shown[:, 1] == pytest.approx(getattr(found, kind).mean().numpy())
+
+
+def test_a_curve_of_circuits_that_do_nothing_says_so():
+    scores = scored(6)
+    values = scores.values.clone()
+    # No edge from the input is among the strongest edges, so no small circuit has a path.
+    for edge, row in zip(EDGES, values, strict=True):
+        if edge.startswith("input->"):
+            row[:] = 1e-9
+    weak = dataclasses.replace(scores, values=values)
+    options = dict(shares=(0.01, 0.05, 0.1, 1.0))
+    curve = repr(circuit_curve(GRAPH.model, PAIRS, GRAPH, weak, **options))
+    assert "3 of 4 circuits of the edges that help do nothing: use edge_attribution" in curve
+    assert "do nothing" not in repr(circuit_curve(GRAPH.model, PAIRS, GRAPH, scores, shares=SHARES))
 
 
 def test_pairs_that_a_circuit_was_found_on_are_noticed():
