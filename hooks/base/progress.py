@@ -3,6 +3,8 @@
 1. The outermost analysis, or loop, opens a display in its context. Analyses and loops inside it
    open no further display.
 2. A loop counts its steps, at the cost of one addition per step. Only the outermost loop is shown.
+   If an analysis runs a loop with the same title again, the display adds its steps to the steps of
+   the earlier loops. The total is then unknown, and the display shows no share.
 3. A thread draws the count: first after two seconds, then twice per second. So a bar also appears
    during a long step.
 4. If standard error is a file or a pipe, the thread writes lines to it instead: after 10 seconds,
@@ -63,6 +65,8 @@ class Count:
 
     Attributes:
         done: the completed steps, or the completed work.
+        before: the completed steps of earlier loops of the same analysis with this title; None if
+            this is the first loop.
         note: a text after the bar.
 
     >>> count = Count("texts", total=3)
@@ -87,12 +91,23 @@ class Count:
         self.first = first
         self.stays = stays
         self.done: float = first
+        self.before: float | None = None
         self.note = ""
         self.started = time.time()
 
     def __call__(self, steps: float = 1) -> None:
         """Add completed steps."""
         self.done += steps
+
+    @property
+    def shown(self) -> float:
+        """The steps on the display: of this loop and of earlier loops with its title."""
+        return self.done + (self.before or 0)
+
+    @property
+    def total_shown(self) -> float | None:
+        """The total on the display. Nobody knows it if the analysis repeats the loop."""
+        return self.total if self.before is None else None
 
     @property
     def rate(self) -> float:
@@ -115,12 +130,23 @@ class Display:
         self.whole = whole
         self.count: Count | None = None
         self.screen = screen
+        self._done: dict[str, float] = {}
         self._closed = threading.Event()
         # The thread does not keep the display alive. If the display disappears, for example after
         # an interrupt, the thread ends.
         arguments = (weakref.ref(self), self._closed, screen, screen.waits(whole.stays))
         self._thread = threading.Thread(target=_draw, args=arguments, daemon=True)
         self._thread.start()
+
+    def begin(self, count: Count) -> None:
+        """Show a loop. It continues the count of an earlier loop with the same title."""
+        count.before = self._done.get(count.title)
+        self.count = count
+
+    def end(self, count: Count) -> None:
+        """Show the whole analysis again after a loop, and keep the number of its steps."""
+        self._done[count.title] = count.shown
+        self.count = None
 
     def close(self) -> None:
         """Remove the bar. No further text is written."""
@@ -152,13 +178,13 @@ def progress_bar(title: str, total: float | None = None, **options: Any) -> Iter
     with _display(count) as display:
         ours = display if display and display.count is None else None
         if ours:
-            ours.count = count
+            ours.begin(count)
         try:
             yield count
         finally:
             # The display belongs to an analysis around this loop, whose next loop may use it.
             if ours and ours is outer:
-                ours.count = None
+                ours.end(count)
 
 
 def progress_of(items: Iterable[T], title: str, total: int | None = None) -> Iterator[T]:
@@ -296,8 +322,8 @@ class _Cell:
         from tqdm import tqdm
 
         line = tqdm.format_meter(
-            n=count.done,
-            total=count.total,  # type: ignore[arg-type]  # a float is allowed
+            n=count.shown,
+            total=count.total_shown,  # type: ignore[arg-type]  # a float is allowed
             elapsed=time.time() - count.started,
             ncols=_COLUMNS_OF_CELL,
             prefix=title,
@@ -305,7 +331,7 @@ class _Cell:
             unit_scale=count.unit == "tok",
             bar_format=_format(count),
             postfix=count.note,
-            initial=count.first,
+            initial=count.first + (count.before or 0),
         )
         self._stays = count.stays
         self._show(line)
@@ -349,8 +375,8 @@ class _Terminal:
         if count is not self._count:
             self.end()
             self._bar, self._count = self._begun(count, title), count
-        self._bar.n = count.done
-        self._bar.total = count.total
+        self._bar.n = count.shown
+        self._bar.total = count.total_shown
         self._bar.set_postfix_str(count.note, refresh=False)
         self._bar.refresh()
 
@@ -374,8 +400,8 @@ class _Terminal:
         """Return a new bar for a count."""
         bar = self._kind(
             desc=title,
-            total=count.total,
-            initial=count.first,
+            total=count.total_shown,
+            initial=count.first + (count.before or 0),
             unit=count.unit,
             unit_scale=count.unit == "tok",
             leave=count.stays,
@@ -440,13 +466,14 @@ def _line(count: Count, title: str, seconds: float) -> str:
     elapsed = _duration(seconds)
     if not count.unit:
         return f"{title}: runs for {elapsed}"
-    if count.total:
-        parts = [f"{title}: {count.done / count.total:.0%} done after {elapsed}"]
+    if count.total_shown:
+        parts = [f"{title}: {count.shown / count.total_shown:.0%} done after {elapsed}"]
         if count.done > count.first:
-            left = max(count.total - count.done, 0)
+            left = max(count.total_shown - count.shown, 0)
             parts.append(f"about {_duration(left / count.rate)} left")
     else:
-        parts = [f"{title}: {count.done:,.0f} {count.unit} after {elapsed}"]
+        unit = "steps" if count.unit == "it" else count.unit
+        parts = [f"{title}: {count.shown:,.0f} {unit} after {elapsed}"]
     return ", ".join([*parts, count.note] if count.note else parts)
 
 
@@ -481,7 +508,7 @@ def _format(count: Count) -> str | None:
     if not count.unit:
         return "{desc}: {elapsed}"
     # A float as a total measures work. The number has many digits, so it is not shown.
-    if isinstance(count.total, float):
+    if isinstance(count.total_shown, float):
         return "{l_bar}{bar}| [{elapsed}<{remaining}]"
     return None
 

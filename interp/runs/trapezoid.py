@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks.base import progress_of, require_integer, to_device
+from hooks.base import progress_bar, require_integer, to_device
 from interp.inputs.parts import require_whole
 
 TOLERANCE = 0.01
@@ -87,6 +87,33 @@ def averaged(
     >>> averaged(at, torch.zeros(1, 1), torch.zeros(1), lambda means: means, 4)[:3]
     (tensor([[0.3438]]), [4], tensor([[0.0312]]))
     """
+    with progress_bar("path from base to target", _n_steps(steps, len(first))) as count:
+
+        def counted(paths: Sequence[int], share: float) -> tuple[Tensor, Tensor]:
+            values = at(paths, share)
+            count()
+            return values
+
+        return _averaged(counted, first, base=base, added=added, steps=steps, size=size)
+
+
+def _n_steps(steps: PathSteps, n_paths: int) -> int | None:
+    """Return how many shares are computed, except the first; None for `auto`."""
+    numbers = of_paths(steps, n_paths)
+    if not all(isinstance(number, int) for number in numbers):
+        return None
+    return 1 + sum(int(number) - 1 for number in {*numbers})
+
+
+def _averaged(
+    at: AtShare,
+    first: Float[Tensor, "path *axes"],
+    base: Float[Tensor, " batch"],
+    added: Callable[[Float[Tensor, "path *axes"]], Float[Tensor, "path batch"]],
+    steps: PathSteps,
+    size: Float[Tensor, ""] | None,
+) -> Mean:
+    """Return the mean of a function along each path. See `averaged` for the arguments."""
     numbers = of_paths(steps, len(first))
     steps_of_paths = [FIRST if number == "auto" else number for number in numbers]
     for number in steps_of_paths:
@@ -150,7 +177,7 @@ def _add(
 ) -> None:
     """Add the values of the function at some shares of some paths to the sums of these paths."""
     rows = to_device(torch.tensor(paths), sums.device)
-    for share in progress_of(shares, "steps on the way", len(shares)):
+    for share in shares:
         sums.index_add_(0, rows, at(paths, share)[0])
 
 

@@ -214,6 +214,22 @@ def test_an_analysis_counts_to_its_end(name, model, counts, terminal):
         assert numbers(shown) == numbers(silent)
 
 
+# Five steps leave a gap.
+@pytest.mark.filterwarnings("ignore:scores of edges should add up")
+@pytest.mark.parametrize("steps", ["auto", 5])
+@pytest.mark.parametrize("method", ["eap_ig_inputs", "eap_ig_activations"])
+def test_the_runs_along_a_path_are_one_loop(method, steps, model, counts, terminal):
+    import interp
+
+    result = interp.edge_attribution(model, pairs(interp), method=method, steps=steps)
+    (count,) = [count for count in counts if "path" in count.title]
+    # The run at the start of the path belongs to another loop.
+    largest = result.about["steps"]
+    n_steps = largest if isinstance(largest, int) else max(largest)
+    assert count.done == n_steps
+    assert count.total == (None if steps == "auto" else 5)
+
+
 def public_functions():
     """Yield all functions of `interp` and `models`, with their module and name."""
     import interp

@@ -110,6 +110,23 @@ def test_only_the_outermost_loop_is_shown(progress, terminal):
     assert terminal.screen == []
 
 
+def test_a_loop_that_begins_again_continues_its_count_without_a_share(progress, terminal):
+    @progress.shows_progress
+    def analysis():
+        for n_steps, shown in ((3, "100%"), (4, "7it"), (8, "15it")):
+            with progress.progress_bar("steps", total=n_steps) as count:
+                count(n_steps)
+                assert terminal.wait_for(f"analysis: steps: {shown}")
+                assert "%" not in terminal.screen[0] or n_steps == 3
+                lines.append(progress._line(count, "steps", 30.0))
+
+    lines = []
+    analysis()
+    # 3 + 4 steps, and then 7 + 8.
+    assert lines[0].startswith("steps: 100% done after 30 s")
+    assert lines[1:] == ["steps: 7 steps after 30 s", "steps: 15 steps after 30 s"]
+
+
 @pytest.mark.parametrize("how", ["none", "closed", "keyword", "outer", "disabled", "rank"])
 def test_nothing_is_written(progress, monkeypatch, how):
     stream = None if how == "none" else Terminal()
