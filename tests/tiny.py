@@ -77,3 +77,21 @@ def redraw(module, scale):
     for weight in module.parameters():
         weight.copy_(torch.randn(weight.shape) * scale + float(weight.ndim == 1))
     return module
+
+
+def t5():
+    """Return a random T5 model in float64, the same at each call."""
+    sizes = dict(d_ff=13, pad_token_id=0, decoder_start_token_id=1)
+    return redraw(model("T5ForConditionalGeneration", **sizes).double(), 0.3)
+
+
+def padded(texts, side="right"):
+    """Return the tokens and the mask of texts, padded with the token 0."""
+    n_columns = max(map(len, texts))
+    tokens = torch.zeros(len(texts), n_columns, dtype=torch.long)
+    mask = torch.zeros_like(tokens)
+    for row, text in enumerate(texts):
+        columns = slice(0, len(text)) if side == "right" else slice(n_columns - len(text), None)
+        tokens[row, columns] = torch.tensor(text)
+        mask[row, columns] = 1
+    return tokens, mask

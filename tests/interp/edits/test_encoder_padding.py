@@ -17,22 +17,9 @@ ENCODED = [[3, 9, 4], [7, 2, 8, 11, 6, 13]]
 SITES = {"decoder.blocks.1.cross.k": "k", "decoder.blocks.1.cross.v": "v"}
 
 
-def made():
-    model = tiny.model(
-        "T5ForConditionalGeneration", d_ff=13, pad_token_id=0, decoder_start_token_id=1
-    )
-    return tiny.redraw(model.double(), 0.3)
-
-
 def given(texts, side="right"):
     """Return the padded texts, each with a decoder text of another length."""
-    n_columns = max(map(len, texts))
-    tokens = torch.zeros(len(texts), n_columns, dtype=torch.long)
-    mask = torch.zeros_like(tokens)
-    for row, text in enumerate(texts):
-        columns = slice(0, len(text)) if side == "right" else slice(n_columns - len(text), None)
-        tokens[row, columns] = torch.tensor(text)
-        mask[row, columns] = 1
+    tokens, mask = tiny.padded(texts, side)
     decoded = torch.tensor([[1, 9, 2, 4]] * len(texts))
     decoded_mask = torch.ones_like(decoded)
     decoded_mask[0, 2:] = 0
@@ -47,7 +34,7 @@ def given(texts, side="right"):
 @torch.no_grad()
 def alone(text, site):
     """Return the keys or values of one text, [column, head, d_head], by a hook of PyTorch."""
-    twin = made()
+    twin = tiny.t5()
     seen = []
     module = getattr(twin.decoder.block[1].layer[1].EncDecAttention, SITES[site])
     module.register_forward_hook(lambda module, args, output: seen.append(output[0]))
@@ -64,7 +51,7 @@ def edited(model, site, edit, texts):
 
 @pytest.fixture
 def model():
-    model = made()
+    model = tiny.t5()
     with attach(model):
         yield model
 
@@ -220,7 +207,7 @@ def test_a_mean_has_one_last_token_for_all_texts_of_the_encoder(model):
 @pytest.mark.parametrize("use_cache", [True, False])
 @torch.no_grad()
 def test_the_last_token_of_the_encoder_stays_the_same_in_a_generation(model, use_cache):
-    twin = made()
+    twin = tiny.t5()
 
     def without_last(module, args, output):
         output = output.clone()

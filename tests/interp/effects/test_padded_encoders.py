@@ -17,28 +17,9 @@ DECODED = [[1, 9, 2, 4], [1, 5]]
 ANSWERS = [[5, 6], [7, 8]]
 
 
-def made():
-    model = tiny.model(
-        "T5ForConditionalGeneration", d_ff=13, pad_token_id=0, decoder_start_token_id=1
-    )
-    return tiny.redraw(model.double(), 0.3)
-
-
-def padded(texts, side="right"):
-    """Return the tokens and the mask of texts."""
-    n_columns = max(map(len, texts))
-    tokens = torch.zeros(len(texts), n_columns, dtype=torch.long)
-    mask = torch.zeros_like(tokens)
-    for row, text in enumerate(texts):
-        columns = slice(0, len(text)) if side == "right" else slice(n_columns - len(text), None)
-        tokens[row, columns] = torch.tensor(text)
-        mask[row, columns] = 1
-    return tokens, mask
-
-
 def given(encoded):
-    tokens, mask = padded(encoded)
-    decoded, decoded_mask = padded(DECODED)
+    tokens, mask = tiny.padded(encoded)
+    decoded, decoded_mask = tiny.padded(DECODED)
     return {
         "input_ids": tokens,
         "attention_mask": mask,
@@ -104,7 +85,7 @@ def run_alone(model, text, encoded, hooked=None, is_input=False, write=None):
     [("encoder.attn_out", "pos"), ("decoder.cross.v", "encoder_pos"), ("decoder.cross.z", "pos")],
 )
 def test_means_leave_out_padding_of_the_texts_that_a_point_reads(site, axis):
-    model, twin = made(), made()
+    model, twin = tiny.t5(), tiny.t5()
     n_layers = len(twin.encoder.block if site.startswith("encoder") else twin.decoder.block)
     lengths = [len(text) for text in (DECODED if site == "decoder.cross.z" else ENCODED)]
     expected = torch.full((n_layers, max(lengths), 2), torch.nan)
@@ -140,14 +121,14 @@ def test_means_leave_out_padding_of_the_texts_that_a_point_reads(site, axis):
     ],
 )
 def test_effects_exist_at_real_tokens_of_the_texts_of_an_axis(site, axis, texts):
-    model = made()
+    model = tiny.t5()
     attach(model)
     result = activation_patching(model, pairs(), site, ["layer", axis])
-    assert torch.equal(result.exists[0], padded(texts)[1].bool().T)
+    assert torch.equal(result.exists[0], tiny.padded(texts)[1].bool().T)
 
 
 def test_top_attributions_rank_positions_of_the_encoder_by_the_texts_that_have_them():
-    model = made()
+    model = tiny.t5()
     attach(model)
     directions = {"encoder.blocks.1.resid_post": torch.eye(12).double()}
     result = top_attributions(model, pairs(), directions, k=72)
