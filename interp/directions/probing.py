@@ -118,8 +118,12 @@ class Probe(plots.Shown):
         return self.direction.about
 
     def top(self, k: int = 10) -> Entries:
-        """Return the places with the largest AUROC, the largest first; see `Result.top`."""
-        return self.auroc.top(k)
+        """Return the places with the largest AUROC, the largest first; see `Result.top`.
+
+        If the AUROC of a place is far below 0.5, the printed entries end with the note of the
+        printed probe.
+        """
+        return self.auroc.top(k).with_notes(self._notes())
 
     def plot(self, facet: str | None = None) -> "Figure":
         """Plot the AUROC with true labels; see `Result.plot`."""
@@ -206,12 +210,17 @@ class Probe(plots.Shown):
             f"  {place}  {mean:.3f}{interval_text(low, high, '.3f')}  {control:.3f}"
             for place, mean, low, high, control in islice(rows, 38)
         ]
-        if ((self.auroc.mean() < _BELOW_CHANCE) & (ends.high < 0.5)).any():
-            lines.append(
-                "an AUROC far below 0.5 usually means that texts that differ in a few words were "
-                "in different folds: pass groups= to Contrast, such as groups='pairs'"
-            )
-        return "\n".join([head, *lines])
+        return "\n".join([head, *lines, *self._notes()])
+
+    def _notes(self) -> list[str]:
+        """Return the usual reason for an AUROC far below 0.5; nothing if no AUROC is so low."""
+        is_below = (self.auroc.mean() < _BELOW_CHANCE) & (self.auroc.interval().high < 0.5)
+        if not is_below.any():
+            return []
+        return [
+            "an AUROC far below 0.5 usually means that texts that differ in a few words were in "
+            "different folds: pass groups= to Contrast, such as groups='pairs'"
+        ]
 
 
 @shows_progress

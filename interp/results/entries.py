@@ -1,8 +1,8 @@
 """Entries of a result: labels, a mean effect and its interval."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 from hooks.base import HintsAtNames, number_of
 from interp.numbers.intervals import interval_text
@@ -94,12 +94,25 @@ class Entries(HintsAtNames, tuple[Entry, ...]):
     """Entries of a result, which are printed one per line.
 
     If a printed interval has an infinite end, the last line gives the reason. Only intervals of
-    ratios have infinite ends; see `interp.numbers.intervals`.
+    ratios have infinite ends; see `interp.numbers.intervals`. A note of the whole result, such as
+    the note of a probe far below chance, is the last line too.
 
     >>> Entries([Entry({"head": 3}, 0.5, 0.1, 0.9), Entry({"head": 10}, *[math.nan] * 3)])
     head 3   +0.5  [+0.1, +0.9]
     head 10  NaN, not ranked
     """
+
+    _of_result: tuple[str, ...] = ()
+
+    def with_notes(self, notes: Iterable[str]) -> Self:
+        """Return the entries with notes of the whole result, which are printed after the entries.
+
+        Args:
+            notes: the notes, one line each.
+        """
+        entries = type(self)(self)
+        entries._of_result = (*self._of_result, *notes)
+        return entries
 
     def __repr__(self) -> str:
         width = max((len(entry.name) for entry in self), default=0)
@@ -107,5 +120,8 @@ class Entries(HintsAtNames, tuple[Entry, ...]):
         return "\n".join([*lines, *self.notes()])
 
     def notes(self) -> list[str]:
-        """Return the reason for infinite ends of intervals; nothing if no end is infinite."""
-        return [_WITHOUT_BOUND] if any("inf" in entry.numbers for entry in self) else []
+        """Return the reason for infinite ends of intervals, if an end is infinite, and the notes of
+        the whole result.
+        """
+        has_no_bound = any("inf" in entry.numbers for entry in self)
+        return [*[_WITHOUT_BOUND] * has_no_bound, *self._of_result]

@@ -65,6 +65,8 @@ def test_pairs_in_one_fold_show_what_pairs_in_two_folds_hide():
     assert float(alone.auroc.mean()) < 0.3
     assert float(pairs.auroc.mean()) == 1
     assert "groups='pairs'" in repr(alone)
+    assert "groups='pairs'" in repr(alone.top(2)).splitlines()[-1]
+    assert len(alone.top(2)) == len(repr(alone.top(2)).splitlines()) - 1
     assert "groups" not in repr(pairs)
     assert pairs.auroc.counts == alone.auroc.counts == (2, 2)
     assert 0.2 < float(pairs.control.mean()) < 0.8
