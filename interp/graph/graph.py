@@ -311,12 +311,12 @@ class Graph(HintsAtNames):
         known = self._places[kind]
         if name not in known:
             example = repr([*known][-2])
-            # The caller may have passed (layer, head), as in other analyses. Name the nodes of this
-            # head in the error.
-            if isinstance(name, tuple) and len(name) == 2:
-                head = f"a{name[0]}.h{name[1]}"
-                parts = [head] if kind == "writer" else [f"{head}<{part}>" for part in "qkv"]
-                example += f"; of this head {', '.join(parts)}"
+            # The caller may have passed a head in another form. Name the nodes of this head.
+            if head := _head_in(name):
+                parts, layer, number = head
+                node = f"a{layer}.h{number}"
+                nodes = [node] if kind == "writer" else [f"{node}<{part}>" for part in parts]
+                example += f"; of this head {', '.join(nodes)}"
             if kind == "reader" and (shared := self._reader_of_query_head(name)):
                 example += f"; this query head shares {shared} with other heads"
             if nodes := self._nodes_at(kind, name):
@@ -580,3 +580,24 @@ def writers(
     True
     """
     return Graph(model).contributions(cache)
+
+
+def _head_in(name: Any) -> tuple[str, int, int] | None:
+    """Return the inputs, the layer and the number of a head in a form of other analyses.
+
+    The forms are (layer, head), (input, layer, head) and `L2H0`.
+
+    >>> _head_in(("q", 2, 0)), _head_in("L2H0"), _head_in("m2")
+    (('q', 2, 0), ('qkv', 2, 0), None)
+    """
+    if isinstance(name, str):
+        found = re.fullmatch(r"L(\d+)\.?H(\d+)", name, re.IGNORECASE)
+        return found and ("qkv", int(found[1]), int(found[2]))
+    if not isinstance(name, tuple):
+        return None
+    match name:
+        case int(layer), int(head):
+            return "qkv", layer, head
+        case str(part), int(layer), int(head) if part in ("q", "k", "v"):
+            return part, layer, head
+    return None

@@ -550,9 +550,10 @@ def as_names(names: str | Iterable[str], what: str) -> tuple[str, ...]:
     """
     if isinstance(names, str):
         return (names,)
-    if isinstance(names, tuple) and [*map(type, names)] == [int, int]:
-        # Other analyses accept a head as a pair (layer, head). Here, the pair is passed on as one
-        # unknown name, and the error of `Graph.place` lists the nodes of this head.
+    if isinstance(names, tuple) and [*map(type, names)][-2:] == [int, int]:
+        # Other analyses accept a head as (layer, head), and some libraries as (input, layer, head).
+        # Here, the tuple is passed on as one unknown name. The error of `Graph.place` lists the
+        # nodes of this head.
         names = [names]  # type: ignore[list-item]
     if not isinstance(names, Iterable):
         raise TypeError(

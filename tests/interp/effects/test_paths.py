@@ -10,6 +10,7 @@ import torch
 from hooks import HookedRunner, HookError, UnknownNameError
 from interp import Pairs, edge_patching, graph, path_patching, run_circuit
 from interp.runs.path_edits import PathEdits
+from tests.shipped import pydoc
 from tests.streams import FORMS, made, slow_run
 
 CLEAN, OTHER = torch.randint(23, (2, 5, 7), generator=torch.Generator().manual_seed(1))
@@ -271,3 +272,20 @@ def test_the_smallest_bound_is_the_bound_that_the_error_names():
     assert run(least).values.shape[0] == 1
     with pytest.raises(ValueError, match=f"at least {least:,}"):
         run(least - 1)
+
+
+@pytest.mark.parametrize(
+    ("receiver", "nodes"),
+    [
+        (("q", 1, 2), "a1.h2<q>)"),
+        ([("v", 1, 2)], "a1.h2<v>)"),
+        ("L1H2", "a1.h2<q>, a1.h2<k>, a1.h2<v>)"),
+        ((1, 2), "a1.h2<q>, a1.h2<k>, a1.h2<v>)"),
+    ],
+)
+def test_a_head_in_another_form_is_named_in_the_error(receiver, nodes):
+    model = pydoc()
+    pairs = Pairs("def __ini", "def __nam", ("t", "e"))
+    with pytest.raises(UnknownNameError) as caught:
+        path_patching(model, pairs, receivers=receiver)
+    assert f"of this head {nodes}" in str(caught.value)
