@@ -4,7 +4,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -116,8 +116,22 @@ class MetricCall:
         return MetricCall(self.make, {**self.arguments, **rows}) if rows else None
 
 
+class _WithoutArithmetic:
+    """A function without sums and products. The error shows the function that the user writes."""
+
+    def _refused(self, other: Any = None) -> NoReturn:
+        raise TypeError(
+            f"{self!r} is a function, which has no sum or product: write a function of the logits, "
+            "such as lambda logits: measure(first, logits, model=model) + measure(second, logits, "
+            "model=model); if it reads only the last position, set its attribute last = 1"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = _refused
+    __mul__ = __rmul__ = __truediv__ = __neg__ = _refused
+
+
 @dataclass(frozen=True, eq=False)
-class TokenMetric:
+class TokenMetric(_WithoutArithmetic):
     """A metric of `interp.metrics`. Its `repr` is the call that created it.
 
     Attributes:
@@ -216,7 +230,7 @@ class TokenMetric:
 
 
 @dataclass(frozen=True, eq=False)
-class WordedMetric:
+class WordedMetric(_WithoutArithmetic):
     """A metric with tokens as text, which an analysis converts with the model's tokenizer.
 
     Attributes:

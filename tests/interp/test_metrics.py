@@ -791,3 +791,38 @@ def test_the_last_position_is_left_out_of_the_words(pos):
     model = load("pydoc-4l")
     pairs = Pairs("return", metric=log_prob(3, pos=pos)).read_by(model)
     assert repr(pairs.metric) == f"log_prob({model.to_text([3])!r})"
+
+
+@pytest.mark.parametrize("first", [log_prob(3), log_prob("t")])
+def test_the_error_of_a_sum_of_metrics_says_what_to_write(first):
+    operations = [
+        lambda: first + log_prob("e"),
+        lambda: sum([first]),
+        lambda: first - log_prob("e"),
+        lambda: 1 - first,
+        lambda: first * 2,
+        lambda: 2 * first,
+        lambda: first / 2,
+        lambda: -first,
+    ]
+    for operation in operations:
+        with pytest.raises(TypeError, match="lambda logits: measure"):
+            operation()
+
+
+def test_a_sum_of_metrics_as_the_error_writes_it():
+    model = load("pydoc-4l")
+
+    def both(logits):
+        first, second = log_prob("t"), log_prob("e")
+        return measure(first, logits, model=model) + measure(second, logits, model=model)
+
+    both.last = 1
+    texts = ["def __ini", "def f(x): return x.__ini"]
+    others = ["def __nam", "def g(y): return y.__nam"]
+
+    def base(metric):
+        return activation_patching(model, Pairs(texts, others, metric=metric), "z", layers=0).base
+
+    alone = [base(log_prob(token)) for token in ("t", "e")]
+    torch.testing.assert_close(base(both), alone[0] + alone[1])
