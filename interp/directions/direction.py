@@ -22,6 +22,9 @@ from interp.results.result import Result
 
 _KIND = "direction"
 
+# A direction with more points prints only its longest vectors.
+_MOST_POINTS = 8
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Direction(plots.Shown):
@@ -356,10 +359,15 @@ class Direction(plots.Shown):
             f"Direction at {number_of(len(self.vectors), 'point')}"
             + "".join(f", {name} {value}" for name, value in self.about.items())
         ]
-        lines += [
-            f"  {name}: length {float(vector.norm()):.4g}"
-            for name, vector in [*self.vectors.items()][:38]
-        ]
+        lengths = {name: float(vector.norm()) for name, vector in self.vectors.items()}
+        printed = [*lengths]
+        if len(lengths) > _MOST_POINTS:
+            printed = sorted(lengths, key=lambda name: -lengths[name])[:_MOST_POINTS]
+        lines += [f"  {name}: length {lengths[name]:.4g}" for name in printed]
+        if len(lengths) > len(printed):
+            lines.append(
+                f"  the {len(printed)} longest of {len(lengths)} vectors; .vectors contains all"
+            )
         return "\n".join(lines)
 
 

@@ -1019,3 +1019,18 @@ def test_directions_are_added_at_their_points():
     assert difference.offsets == {"a": 0.5, "b": -2.0}
     with pytest.raises(ValueError, match="same points.*a, b and a"):
         first + first.at("a")
+
+
+def test_a_direction_at_many_points_prints_its_longest_vectors():
+    # Lengths 0, 7, 14, ... modulo 30: each of 0 to 29 once.
+    lengths = {f"blocks.{n}.resid_post": float(7 * n % 30) for n in range(30)}
+    vectors = {name: torch.tensor([length, 0.0]) for name, length in lengths.items()}
+    title, *rows, note = repr(Direction(vectors)).splitlines()
+    assert title == "Direction at 30 points"
+    assert [float(row.split()[-1]) for row in rows] == [29, 28, 27, 26, 25, 24, 23, 22]
+    # 7 * 17 = 119 = 3 * 30 + 29.
+    assert rows[0].startswith("  blocks.17.resid_post")
+    assert "8 longest of 30" in note
+    assert ".vectors" in note
+    few = dict([*vectors.items()][:8])
+    assert [row.split(":")[0].strip() for row in repr(Direction(few)).splitlines()[1:]] == [*few]
