@@ -165,7 +165,7 @@ logit_diff(1, 2)(logits.numpy())                                | TypeError | ar
 logit_diff(1, 2)(logits[0])                                     | ValueError | 18, 103.*model.texts
 accuracy(1)(TEXT)                                               | TypeError | 'def f
 log_prob(5)(model)                                              | TypeError | Transformer
-logit_diff('a', 'b')(logits)                                    | ValueError | model.to_id
+logit_diff('a', 'b')(logits.clone())                            | ValueError | measure.*model=model
 log_prob(None)                                                  | TypeError | None
 log_prob(1.5)                                                   | TypeError | float
 kl_divergence(TEXT)                                             | TypeError | logits
