@@ -168,7 +168,8 @@ class Recorder:
         """
         before = self._pieces.get(name)
         if before is None or not piece.has_masks_of(before):
-            start = (before or piece).start
+            # The first piece of a generation may have no mask, although later pieces have one.
+            start = (before or self._first_pieces.get(name, piece)).start
             self._pieces[name] = Piece(start, piece.real, others=piece.others)
 
     def end_rows(self, new: KeyMask) -> None:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from hooks.base import config_hash, weights_hash
 from hooks.base._torch import written
 from hooks.base.errors import CacheError
 from hooks.base.pieces import with_ends
-from hooks.base.selection import KeyMask
 from hooks.base.text import text_of_inputs
 from hooks.base.transfer import private
 
@@ -174,12 +174,17 @@ class JoinedInputs:
         args, kwargs = prepared(self._model, args, kwargs)
         self._runs.append(inputs_of(self._signature, args, kwargs))
 
-    def joined(self, new: KeyMask | None = None) -> dict[str, Any]:
+    def joined(
+        self,
+        new: Shaped[Tensor, "batch _new"] | None = None,
+        mask: Shaped[Tensor, "batch _key"] | None = None,
+    ) -> dict[str, Any]:
         """Return the arguments of all runs together, by the parameter names of `forward`.
 
         Args:
             new: the mask of the last columns, if a row ended before the others; see
                 `RowEnds.new_columns`. The result then has an `attention_mask`.
+            mask: the mask of the last run, if the run got it in another form; see `RowEnds.mask`.
         """
         if not self._runs:
             return {}
@@ -193,6 +198,8 @@ class JoinedInputs:
                 inputs[name] = torch.cat(values, 1)
             elif len(values) == len(self._runs) and _are_equal_numbers(values):
                 inputs[name] = values[0]
+        if mask is not None:
+            inputs["attention_mask"] = private(mask)
         texts = text_of_inputs(inputs)
         if new is not None and texts is not None:
             real = inputs.get("attention_mask", torch.ones_like(texts.tokens, dtype=torch.bool))

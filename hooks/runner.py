@@ -680,7 +680,7 @@ class HookedRunner(HintsAtNames, Generic[Output], metaclass=HintedClass):
         recorder.finish(_UNREAD if is_unread else self._why_not_reached(recorder), output)
         if (new := ends.new_columns()) is not None:
             recorder.end_rows(new)
-        return output, self._cache(recorder, recorder.values, inputs.joined(new))
+        return output, self._cache(recorder, recorder.values, inputs.joined(new, ends.mask))
 
     def _recorded(
         self,

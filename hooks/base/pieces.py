@@ -288,11 +288,26 @@ class RowEnds:
     Args:
         modules: the model that the cache belongs to, and its modules. Generations of other models
             are ignored.
+
+    Attributes:
+        mask: the mask of real tokens of the last run, if the run got its mask in another form, such
+            as a mask of queries and keys; None otherwise.
     """
 
     def __init__(self, modules: Collection[nn.Module]) -> None:
         self._modules = {*modules}
         self._columns: list[Tensor] = []
+        self.mask: KeyMask | None = None
+
+    def note_mask(self, model: object, mask: Shaped[Tensor, "batch _key"]) -> None:
+        """Store the mask of real tokens [batch, key] of a run whose own mask has another form.
+
+        Args:
+            model: the model that runs.
+            mask: the mask, for all columns so far.
+        """
+        if model in self._modules:
+            self.mask = mask
 
     def note(self, model: object, running: Shaped[Tensor, "batch pos"]) -> None:
         """Store which rows new columns belong to; see `note_running`."""

@@ -254,6 +254,11 @@ class StackForward(Replaced):
             began = generation.began
         if start is None:
             start = 0 if kwargs.get("use_cache") else start_of_piece()
+        has_other_mask = real is None and self._mask_in(args, kwargs) is not None
+        if generation is not None and has_other_mask:
+            real = generation.columns_read(texts[0], start + texts[1], self.inner)
+            if real is not None and (ends := row_ends()) is not None:
+                ends.note_mask(getattr(self.inner, "__self__", None), real)
         piece = Piece(start, real, moved=moved, began=began, others=others)
         if generation is not None:
             piece.unknown_end = generation.why_no_end

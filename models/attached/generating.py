@@ -121,6 +121,45 @@ class Generation:
             return 1
         return self._most if n_rows == self._n_texts * self._most else 0
 
+    def columns_read(self, n_rows: int, end: int, forward: Any) -> Tensor | None:
+        """Return the mask of real tokens up to a column, for a run whose mask has another form.
+
+        With a static cache, `generate` gives the model a mask of queries and keys. The columns
+        after the prompt are real.
+
+        Args:
+            n_rows: the number of rows of the run.
+            end: the column after the last column that the run reads.
+            forward: the forward of the module that reads the texts.
+
+        Returns:
+            The mask [batch, end]; None if the prompts, or the texts of the rows, are unknown.
+        """
+        copies = self.copies(n_rows, forward)
+        is_own = getattr(forward, "__self__", None) in self._modules
+        mask = self._mask_of_prompts()
+        if mask is None or self._is_of_decoder or not is_own or n_rows != copies * len(mask):
+            return None
+        mask = mask.repeat_interleave(copies, 0)
+        return nn.functional.pad(mask, [0, max(0, end - mask.shape[1])], value=1)[:, :end]
+
+    def _mask_of_prompts(self) -> Tensor | None:
+        """Return the mask of the prompts that `generate` uses; None if the prompts are unknown.
+
+        Without an argument `attention_mask`, `generate` takes the padding token for padding, unless
+        it also ends texts.
+        """
+        if self._mask is not None:
+            return self._mask.long()
+        if self._tokens is None:
+            embeddings = self._named.get("inputs_embeds")
+            return None if embeddings is None else embeddings.new_ones(embeddings.shape[:2]).long()
+        pad, ends = (self._setting(name) for name in ("pad_token_id", "eos_token_id"))
+        ends = [] if ends is None else torch.as_tensor(ends).flatten().tolist()
+        if pad is None or pad in ends:
+            return torch.ones_like(self._tokens)
+        return (self._tokens != pad).long()
+
     def count(self, forward: Any) -> None:
         """Count a run, if it is a run of the model that generates.
 

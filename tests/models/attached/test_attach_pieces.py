@@ -7,6 +7,7 @@ tokens (the trained vectors of prefix tuning and prompt tuning).
 import copy
 import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -397,7 +398,11 @@ def test_a_query_without_keys_attends_to_nothing(name, side):
 
 
 @pytest.mark.parametrize(
-    "how", ["eos", "dict", "config", "criteria", "t5", "embeddings", "sampled"]
+    "how",
+    [
+        *("eos", "dict", "config", "criteria", "t5", "embeddings", "sampled"),
+        *("static", "static embeddings", "static sampled"),
+    ],
 )
 @torch.no_grad()
 def test_a_cache_of_a_generation_ends_where_each_row_ends(how):
@@ -413,6 +418,9 @@ def test_a_cache_of_a_generation_ends_where_each_row_ends(how):
     if how == "t5":
         names = ["decoder.blocks.*.resid_post"]
     width = 1 if how == "t5" else 4
+    # With a static cache, the model gets a mask of queries and keys.
+    more = dict(cache_implementation="static") if how.startswith("static") else {}
+    how = how.removeprefix("static ")
     options = dict(max_new_tokens=6, do_sample=how in ("sampled", "t5"), use_cache=True)
     if how == "sampled":
         options |= dict(num_return_sequences=2)
@@ -445,7 +453,7 @@ def test_a_cache_of_a_generation_ends_where_each_row_ends(how):
     attach(model)
     runner = HookedRunner(model)
     torch.manual_seed(3)
-    run = lambda: model.generate(*args, **options, **given)  # noqa: E731
+    run = lambda: model.generate(*args, **options, **given, **more)  # noqa: E731
     _, cache = runner.run_with_cache(run=run, names=names)
     counts = [width + end for end in ends]
     assert cache.real().sum(1).tolist() == counts
@@ -461,6 +469,28 @@ def test_a_cache_of_a_generation_ends_where_each_row_ends(how):
         run = lambda: model.generate(tokens, **options, **unclear)  # noqa: E731
         with pytest.raises(HookError, match="where each text ends.*pad_token_id"):
             runner.run_with_cache(run=run, names=names)
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@torch.no_grad()
+def test_a_generation_with_a_static_cache_knows_its_padding(name, is_given):
+    """With a static cache, the model gets a mask of queries and keys, or one for each kind."""
+    model = made(name)
+    tokens, mask = padded(ROWS, 6)
+    options = dict(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
+    options |= dict(cache_implementation="static") | (dict(attention_mask=mask) if is_given else {})
+    attach(model)
+    runner = HookedRunner(model)
+    out, cache = runner.run_with_cache(tokens, run=partial(model.generate, **options))
+    assert cache.real().sum(1).tolist() == [len(row) + 3 for row in ROWS]
+    last, scores = cache.at(pos=-1)["resid_post", -1], head_scores(model, cache, "first_token")
+    for n, row in enumerate(ROWS):
+        text = out[n : n + 1, 6 - len(row) : -1]
+        _, alone = runner.run_with_cache(text)
+        torch.testing.assert_close(last[n], alone["resid_post", -1][0, -1])
+        expected = head_scores(model, alone, "first_token").values[..., 0]
+        torch.testing.assert_close(scores.values[..., n], expected)
 
 
 @torch.no_grad()
