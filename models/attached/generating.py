@@ -152,8 +152,7 @@ class Generation:
         if self._mask is not None:
             return self._mask.long()
         if self._tokens is None:
-            embeddings = self._named.get("inputs_embeds")
-            return None if embeddings is None else embeddings.new_ones(embeddings.shape[:2]).long()
+            return None
         pad, ends = (self._setting(name) for name in ("pad_token_id", "eos_token_id"))
         ends = [] if ends is None else torch.as_tensor(ends).flatten().tolist()
         if pad is None or pad in ends:
