@@ -3,6 +3,7 @@
 import argparse
 
 from hooks import HookedRunner
+from hooks.base import require_integer
 from interp.cli.common import model_of, print_or_write, text_of_options
 from interp.inputs.texts import text_for
 from interp.protocol import of
@@ -11,6 +12,7 @@ from interp.reading.lens import logit_lens
 
 def run(options: argparse.Namespace) -> None:
     """Print the last positions as a table, or all positions as JSON."""
+    require_integer("--last", options.last, least=1)
     model = model_of(options, trained=True)
     language = of(model, "unembed")
     text = text_of_options(options)

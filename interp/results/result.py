@@ -95,10 +95,10 @@ class Result(plots.Shown):
         target: for each example, the metric of the run that values are taken from; None without
             such a run.
         labels: by axis, a number or a text for each index. Default: numbers from 0.
-        words: by axis, the text at each index, such as the token at a position. If the clean and
-            the corrupted text differ there, both tokens in this order, as in "Mary|John"; empty if
-            the texts have more than two tokens there. `select` accepts a token that no text has at
-            another index.
+        words: by axis, the text at each index, such as the token at a position. If the texts have
+            two different tokens there, both, as in "Mary|John": for one pair, the token of the
+            clean text comes first. Empty if the texts have more than two tokens there. `select`
+            accepts a token that no text has at another index.
         unit: the unit of the metric, such as `logits`; values, base and target have this unit.
         about: other facts that fit JSON, such as the metric, the direction and the site.
         is_ratio: whether the effects were divided by the mean of target - base; see `normalized`.
@@ -153,6 +153,8 @@ class Result(plots.Shown):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", tuple(self.axes))
+        if self.groups is not None:
+            object.__setattr__(self, "groups", tuple(map(int, self.groups)))
         _check(self)
         if self.exists is not None and self.exists.all():
             object.__setattr__(self, "exists", None)

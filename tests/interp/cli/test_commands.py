@@ -110,6 +110,9 @@ def test_the_lens_matches_python(capsys):
     table = printed(capsys, "lens", "--prompt", CLEAN, "--last", "2").splitlines()
     assert table[0].split() == ["stream", "'V'", "'8'"]
     assert table[-2].split()[-2] == repr(likeliest[-1][-1][0])
+    assert "--last must be a whole number of at least 1; got 0" in refused(
+        capsys, "lens", "--prompt", CLEAN, "--last", "0"
+    )
 
 
 def test_features_match_python(capsys):

@@ -126,6 +126,14 @@ def of_copies(sizes, seed=0):
     return torch.randn(3, len(sizes)).double(), groups.tolist()
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_groups_may_be_a_tensor():
+    values, groups = torch.rand(2, 4), torch.tensor([0, 1, 2, 0])
+    result = Result(values, ("head", "example"), groups=groups)
+    assert "4 texts (3 different)" in repr(result)
+    assert result.groups == (0, 1, 2, 0)
+
+
 @pytest.mark.parametrize("kind", ["means", "ratios", "shares", "above a bound", "ones"])
 @pytest.mark.parametrize("times", [2, 5])
 def test_copies_do_not_change_an_interval(kind, times):
