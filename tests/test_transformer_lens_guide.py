@@ -12,6 +12,7 @@ import torch
 
 import models
 from hooks import HookedRunner
+from interp import repeated_tokens
 from tests import tiny
 from tests.transformer_lens import rows
 
@@ -70,6 +71,17 @@ def test_lines_of_several_texts_give_the_numbers_of_each_text_alone(names):
     torch.testing.assert_close(loss, torch.stack(terms).mean(), rtol=1e-4, atol=1e-4)
     for text, continued in zip(texts, written, strict=True):
         assert models.generate_text(model, text, max_new_tokens=5, stop=()) == continued
+
+
+def test_the_loss_of_induction_is_the_loss_of_the_second_copy(names):
+    lines = dict(rows.of_the_guide())
+    found = rows.result(lines["evals.induction_loss(model)"], names)
+    model, losses = names["model"], []
+    tokens = repeated_tokens(model.config.vocab_size, 20)
+    for row, logits in zip(tokens, model(tokens), strict=True):
+        # As in TransformerLens, the first predicted token is the third token of the second copy.
+        losses += [-logits[pos].log_softmax(-1)[row[pos + 1]] for pos in range(21, 39)]
+    torch.testing.assert_close(found, torch.stack(losses).mean())
 
 
 def test_lines_with_an_attached_model_give_the_numbers_of_a_plain_model(names):

@@ -51,7 +51,7 @@ def text_of_options(options: argparse.Namespace) -> str:
     if options.prompt is not None:
         return str(options.prompt)
     try:
-        return Path(options.text_file).read_text(encoding="utf-8").removesuffix("\n")
+        return Path(options.text_file).read_text(encoding="utf-8-sig").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{options.text_file} must be text in UTF-8; {error.reason}") from None
 

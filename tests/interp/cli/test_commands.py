@@ -210,7 +210,8 @@ def test_generation_under_edits_matches_python(capsys):
 
 def test_texts_and_output_may_be_files(tmp_path, capsys):
     source, out = tmp_path / "text.txt", tmp_path / "out.json"
-    source.write_text(f"{CLEAN}\n")
+    # Some editors begin a file with a mark of the encoding.
+    source.write_text(f"{CLEAN}\n", encoding="utf-8-sig")
     main(["generate", "--text-file", str(source), "--tokens", "3", "--json", "--out", str(out)])
     tables = json.loads(out.read_text())["tables"]
     assert tables["prompt"]["values"] == CLEAN
