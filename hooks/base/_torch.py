@@ -469,7 +469,12 @@ def peak_bytes(run: Callable[[], R]) -> tuple[R, int]:
 
 
 class PeakBytes(TorchDispatchMode):
-    """A counter of the bytes of live tensors; `peak` is the largest number so far."""
+    """A counter of the bytes of live tensors; `peak` is the largest number so far.
+
+    Operators that call functions, such as flex_attention, count with their outputs only.
+    """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

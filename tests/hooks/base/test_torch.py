@@ -3,6 +3,8 @@
 Components have a test file of their own.
 """
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -112,3 +114,15 @@ def test_traced_as_constant():
     for _ in range(2):
         assert compiled(torch.ones(2)).tolist() == [2, 2]
         answers[0] = False
+
+
+def test_peak_bytes_of_flex_attention():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, k, v = torch.randn(3, 1, 2, 5, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # flex_attention warns that it is not compiled.
+        expected = flex_attention(q, k, v)
+        output, peak = _torch.peak_bytes(lambda: flex_attention(q, k, v))
+    assert torch.equal(output, expected)
+    assert peak >= 2 * 5 * 16 * 4
