@@ -517,6 +517,16 @@ def test_a_model_whose_size_changed_is_attached_again():
     assert attach(model).config.vocab_size == 29
 
 
+def test_the_hook_of_gradient_checkpointing_may_stay():
+    model = made("llama")
+    plain = from_hf(model)(TOKENS)
+    model.enable_input_require_grads()
+    torch.testing.assert_close(from_hf(model)(TOKENS), plain)
+    model.get_input_embeddings().register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.raises(ValueError, match=r"must have no hooks.*embed_tokens"):
+        from_hf(model)
+
+
 MAMBA = dict(num_attention_heads=3, num_key_value_heads=3, mamba_d_state=8, mamba_d_conv=4)
 # Models with a recurrent state in addition to keys, and models whose attention needs a mask for
 # each text.
