@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import reprlib
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, Literal, ParamSpec, TypeVar, Unpack, cast
@@ -400,7 +401,11 @@ class Pairs(plots.Shown, metaclass=HintedClass):
     def _require_read(self) -> None:
         """Raise an error if no model has read the pairs yet."""
         if not self.is_read:
-            raise ValueError("pairs of strings must be read by a model first: pairs.read_by(model)")
+            has_strings = not isinstance(self._clean, Text) or not isinstance(
+                self._corrupted, Text | None
+            )
+            what = "pairs of strings" if has_strings else "pairs with answers of several tokens"
+            raise ValueError(f"{what} must be read by a model first: pairs.read_by(model)")
 
     @property
     def metric(self) -> Metric:
@@ -768,7 +773,14 @@ def _as_tensor(answers: Any, tokens: Shaped[Tensor, "batch *size"]) -> Tensor | 
         return answers
     is_shared = isinstance(answers, (int, tuple))
     answers = [answers] * len(tokens) if is_shared else answers
-    return torch.as_tensor(answers, device=tokens.device)
+    try:
+        return torch.as_tensor(answers, device=tokens.device)
+    except ValueError as error:
+        raise ValueError(
+            "answers must be the same number of tokens for each text, and an answer of several "
+            "tokens must be a tensor, such as (torch.tensor([3, 5]), torch.tensor([4])); got "
+            f"{reprlib.repr(answers)}"
+        ) from error
 
 
 def _require_one_or_two(answers: Tensor, n_texts: int) -> None:

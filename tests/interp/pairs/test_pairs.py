@@ -245,6 +245,20 @@ def test_selected_pairs_keep_the_spans_of_their_texts(several):
     assert named[[1]].read_by(model).spans["a"].tolist() == named.spans["a"][[1]].tolist()
 
 
+def test_answers_of_several_tokens_as_lists_are_refused(tokens):
+    with pytest.raises(ValueError, match=r"several tokens must be a tensor.*got \[\(\[3, 5\]"):
+        Pairs(tokens[:1], answers=[([3, 5], [4])])
+
+
+def test_unread_pairs_say_why_a_model_must_read_them(tokens):
+    answers = [(torch.tensor([3, 5]), torch.tensor([4]))] * 2
+    with pytest.raises(ValueError, match="pairs with answers of several tokens must be read"):
+        Pairs(tokens[:2], answers=answers)[[0]]
+    for clean, corrupted in ((["a", "b"], None), (tokens[:2], ["a", "b"])):
+        with pytest.raises(ValueError, match="pairs of strings must be read"):
+            Pairs(clean, corrupted, answers=answers)[[0]]
+
+
 def test_a_metric_with_a_token_for_each_pair_is_selected_with_the_pairs(model, tokens, corrupted):
     right = torch.tensor([3, 0, 7, 5])
     part = Pairs(tokens, corrupted, metric=log_prob(right))[[2, 0]]
