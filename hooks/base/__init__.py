@@ -62,7 +62,12 @@ from hooks.base.closeness import (
     sum_rounding,
 )
 from hooks.base.damage import damage_of
-from hooks.base.decorators import explains_calls, names_fields, without_gradients
+from hooks.base.decorators import (
+    explains_calls,
+    names_fields,
+    require_gradients,
+    without_gradients,
+)
 from hooks.base.draws import generator, seeded
 from hooks.base.errors import (
     NEVER_FIRED,
@@ -292,6 +297,7 @@ __all__ = [
     "require_choice",
     "require_device",
     "require_fired",
+    "require_gradients",
     "require_integer",
     "require_kind",
     "require_module",

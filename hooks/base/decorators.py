@@ -143,6 +143,19 @@ def without_gradients(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def require_gradients() -> None:
+    """Check that PyTorch's inference mode is off, because it allows no gradients.
+
+    Raises:
+        ValueError: if it is on.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "gradients must be enabled; got PyTorch's inference mode: call this function outside "
+            "of torch.inference_mode()"
+        )
+
+
 def refuse_unbound(function: Callable[..., Any], args: Any, kwargs: Any, error: TypeError) -> None:
     """Raise an error that names the missing or unknown argument of a call.
 

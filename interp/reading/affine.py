@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import HookedRunner
-from hooks.base import config_hash, explains_calls, storage, to_device
+from hooks.base import config_hash, explains_calls, require_gradients, storage, to_device
 from hooks.shared import names_by_layer
 from interp.json_form import Table, form
 from interp.protocol import of, require_one_vector, runner_of
@@ -47,8 +47,7 @@ def for_fit(model: nn.Module) -> tuple[HookedRunner, list[str]]:
         ValueError: if PyTorch's inference mode is on, or the stream has several vectors for each
             token.
     """
-    if torch.is_inference_mode_enabled():
-        raise ValueError("fitting a lens needs gradients; got PyTorch's inference mode")
+    require_gradients()
     runner = runner_of(model)
     entering, leaving = (
         names_by_layer(name, runner.points) for name in ("resid_pre", "resid_post")

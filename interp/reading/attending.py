@@ -29,6 +29,7 @@ from hooks.base import (
     Selection,
     is_integer,
     is_rounding,
+    require_gradients,
     require_integer,
     shown,
     sum_rounding,
@@ -124,8 +125,8 @@ def attention_attribution(
     Raises:
         TypeError: if the model lacks a part.
         ValueError: if norms are applied to the sum of stream and sublayer (`norm_place="post"`), if
-            `models.from_hf` does not support an attached model, if the head does not exist, or if k
-            is below 1.
+            `models.from_hf` does not support an attached model, if the head does not exist, if k is
+            below 1, or if PyTorch's inference mode is on.
         SelectionError: if the position does not exist, or is padding.
         CacheError: if the cache is of another model, a point is missing, or the pairs do not add up
             to the score.
@@ -138,6 +139,7 @@ def attention_attribution(
     >>> pairs.about["head"], bool(abs(pairs.values.sum() - pairs.about["score"]) < 1e-3)
     ('a1.h0', True)
     """
+    require_gradients()
     parts = ResidualComponents(model, cache)
     text = text_of_values(cache, parts.at(parts.last).shape[:2])
     if text is None:

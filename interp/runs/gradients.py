@@ -28,6 +28,7 @@ from hooks.base import (
     piece_is_known,
     piece_read,
     require_fired,
+    require_gradients,
     to_device,
     warn,
     wide_dtype,
@@ -72,8 +73,7 @@ class Gradients:
     def __init__(
         self, runner: HookedRunner, text: Text, metric: Metric, names: Iterable[str]
     ) -> None:
-        if torch.is_inference_mode_enabled():
-            raise ValueError("gradients must be enabled; got PyTorch's inference mode")
+        require_gradients()
         self.values: dict[str, Tensor] = {}
         self.pieces: dict[str, Piece] = {}
         self._whole = Piece(None, text.attention_mask)

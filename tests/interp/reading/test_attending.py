@@ -236,6 +236,8 @@ def test_scores_that_cannot_be_explained_are_errors():
             attention_attribution(model, cache, head)
     with pytest.raises(ValueError, match="k must be .*1; got 0"):
         attention_attribution(model, cache, (1, 0), k=0)
+    with torch.inference_mode(), pytest.raises(ValueError, match="inference mode"):
+        attention_attribution(model, cache, (1, 0))
     with pytest.raises(SelectionError):
         attention_attribution(model, cache, (1, 0), query=5)
     with pytest.raises(ValueError, match="against must .*got 'first'"):
