@@ -55,6 +55,8 @@ interp.diffing.compare_models(runner, model, [TEXT])             | TypeError | t
 interp.diffing.compare_models([runner], model, [TEXT])           | TypeError | HookedRunner.*.model
 cache['attn', 1]                                                 | UnknownNameError | attn_out.*pattern.*z
 interp.rank_correlation(torch.ones(3, 2), torch.ones(3, 2, 1))   | ValueError | .3, 2. and .3, 2, 1. .*result.mean
+interp.rank_correlation(activation_patching(model, pairs), 3)    | TypeError | Result; result.mean
+activation_patching(model, pairs)[0]                             | TypeError | .values.*layer.*.select
 interp.steering_vector                                           | AttributeError | difference_of_means
 interp.features.StandardSAE                                      | AttributeError | interp.features.Dictionary
 directions.probe(model, ([TEXT], [TEXT]), layers=[1])            | TypeError | layers=; .*site=.'blocks

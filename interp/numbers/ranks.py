@@ -8,6 +8,10 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from hooks.base import require_kind
+
+_HINT = "result.mean() is the tensor of a Result"
+
 
 def ranks(values: Float[Tensor, " place"]) -> Float[Tensor, " place"]:
     """Return the rank of each value.
@@ -38,11 +42,14 @@ def rank_correlation(first: Float[Tensor, "*place"], second: Float[Tensor, "*pla
 
     Raises:
         ValueError: if the shapes differ, or a number is NaN.
+        TypeError: if one of them is not a tensor.
 
     >>> import torch
     >>> rank_correlation(torch.tensor([0.1, 0.7, 0.2]), torch.tensor([5.0, 40.0, 3.0]))
     0.5
     """
+    for name, numbers in (("first", first), ("second", second)):
+        require_kind(name, numbers, Tensor, "a tensor with a number for each place", _HINT)
     if first.shape != second.shape:
         shorter, longer = sorted((first, second), key=lambda numbers: numbers.ndim)
         has_examples = longer.shape[:-1] == shorter.shape

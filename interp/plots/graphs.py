@@ -21,6 +21,11 @@ _MOST_NODES = 800
 _MOST_LINKS = 8000
 
 
+_SHARED_KEYS = (
+    "Heads of a group share keys and values: an edge to a key head ends at each head that uses it."
+)
+
+
 @explains_calls
 def circuit(circuit: Any, curve: Any = None) -> View:
     """Draw a circuit, with layers upward and edges by score.
@@ -48,7 +53,11 @@ def circuit(circuit: Any, curve: Any = None) -> View:
     rows, edges = circuit.drawn()
     order = sorted(edges, key=lambda edge: -abs(edge.score))
     drawn = order[:_MOST_EDGES]
-    note = thinned(len(order), len(drawn), "edges")
+    notes = [thinned(len(order), len(drawn), "edges")]
+    readers = {edge.split("->")[1] for edge in circuit}
+    if any(len(circuit.graph.query_heads_of(reader)) > 1 for reader in readers):
+        notes.append(_SHARED_KEYS)
+    note = " ".join(filter(None, notes))
     # The first line of a printed circuit counts its edges and nodes.
     title = repr(circuit).splitlines()[0]
     part = {
@@ -69,7 +78,7 @@ def circuit(circuit: Any, curve: Any = None) -> View:
     def plot() -> "Figure":
         from interp.plots import matplotlib_figures
 
-        lines = [title, note]
+        lines = [title, *notes]
         if any(edge.score for edge in drawn):
             lines.insert(1, "blue: the edge helps the metric; red, dashed: the edge harms it")
         return matplotlib_figures.network(rows, drawn, title="\n".join(filter(None, lines)))

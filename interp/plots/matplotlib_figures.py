@@ -352,6 +352,9 @@ def lines(
     return figure
 
 
+_INCHES_OF_TITLE = 0.8
+
+
 def network(rows: Sequence[Sequence[str]], arrows: Sequence[Arrow], title: str) -> Picture:
     """Plot nodes in rows, the first row at the bottom, and arrows between them.
 
@@ -365,11 +368,15 @@ def network(rows: Sequence[Sequence[str]], arrows: Sequence[Arrow], title: str) 
         title: the title above the plot.
     """
     widest = max(map(len, rows), default=1)
-    figure, axes = _framed((_inches(3 * widest), _inches(2 * len(rows))), title)
+    reach = 0.75 * widest + 0.15 * len(rows)
+    # matplotlib bends arrows on the screen, so `_on_arc` needs axes of one scale.
+    width, height = 2 * reach, len(rows) - 0.1
+    scale = min(_inches(3 * widest) / width, _inches(2 * len(rows)) / height)
+    figure, axes = _framed((width * scale, height * scale + _INCHES_OF_TITLE), title)
     places = {}
-    for height, row in enumerate(rows):
+    for y, row in enumerate(rows):
         for n, node in enumerate(row):
-            places[node] = (1.5 * (n - (len(row) - 1) / 2), float(height))
+            places[node] = (1.5 * (n - (len(row) - 1) / 2), float(y))
     largest = max((abs(arrow.score) for arrow in arrows), default=0) or 1
     for arrow in reversed(arrows):
         harms = arrow.score > 0
@@ -393,11 +400,9 @@ def network(rows: Sequence[Sequence[str]], arrows: Sequence[Arrow], title: str) 
     for node, (x, y) in places.items():
         box = {"boxstyle": "round", "facecolor": "white", "edgecolor": "grey"}
         axes.text(x, y, node, ha="center", va="center", fontsize="x-small", bbox=box)
-    reach = 0.75 * widest + 0.15 * len(rows)
     axes.set_xlim(-reach, reach)
-    axes.set_ylim(-0.7, len(rows) - 0.3)
-    # matplotlib bends arrows on the screen, so `_on_arc` needs axes of one scale.
-    axes.set_aspect("equal")
+    axes.set_ylim(-0.5, len(rows) - 0.6)
+    axes.set_aspect("equal", anchor="N")
     axes.set_axis_off()
     return figure
 

@@ -172,11 +172,14 @@ class Result(plots.Shown):
     def __getitem__(self, index: Any) -> Any:
         """Raise an error, because a result cannot be indexed.
 
-        The error names `values` and `mean`.
+        The error names `select` for a label or a word, and otherwise `values` and `mean`.
         """
+        for axis in self.axes:
+            if index in (*self.labels[axis], *self.words.get(axis, ())) and isinstance(index, str):
+                raise TypeError(f"a result cannot be indexed: write .select({axis}={index!r})")
         raise TypeError(
             "a result cannot be indexed: use .values[...] with the axes "
-            f"{' '.join(self.axes)}, or .mean() and .top(k)"
+            f"{' '.join(self.axes)}, .mean(), .top(k), or .select with an axis and a label"
         )
 
     @explains_calls

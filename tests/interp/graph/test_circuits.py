@@ -501,6 +501,17 @@ def test_long_lists_of_layers_and_heads_are_cut():
     assert len(lines) <= 40
 
 
+def test_a_picture_says_that_heads_share_keys():
+    shared, plain = (variant(form) for form in ("grouped", "pre"))
+    edges = ["input->a0.h1<v>", "a0.h1->logits"]
+    says = "an edge to a key head ends at each head that uses it"
+    assert says in repr(Circuit(Graph(shared), edges).view().parts)
+    assert says not in repr(Circuit(Graph(plain), edges).view().parts)
+    # Queries are not shared.
+    queries = ["input->a0.h1<q>", "a0.h1->logits"]
+    assert says not in repr(Circuit(Graph(shared), queries).view().parts)
+
+
 @RANDOM_SCORES
 def test_the_number_of_edges_that_were_left_out(tmp_path):
     scores = scored(5)

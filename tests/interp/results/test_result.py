@@ -126,6 +126,16 @@ def of_copies(sizes, seed=0):
     return torch.randn(3, len(sizes)).double(), groups.tolist()
 
 
+def test_an_index_that_is_a_label_or_a_word_names_select():
+    labels, words = {"component": ["embed", "m2"]}, {"component": ["", " cat"]}
+    result = Result(torch.rand(2, 3), ("component", "example"), labels=labels, words=words)
+    for index in ("m2", " cat"):
+        with pytest.raises(TypeError, match=f"select.component={index!r}"):
+            result[index]
+    with pytest.raises(TypeError, match="values.*mean.*select"):
+        result["m3"]
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_groups_may_be_a_tensor():
     values, groups = torch.rand(2, 4), torch.tensor([0, 1, 2, 0])
