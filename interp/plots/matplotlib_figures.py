@@ -374,9 +374,9 @@ def network(rows: Sequence[Sequence[str]], arrows: Sequence[Arrow], title: str) 
     scale = min(_inches(3 * widest) / width, _inches(2 * len(rows)) / height)
     figure, axes = _framed((width * scale, height * scale + _INCHES_OF_TITLE), title)
     places = {}
-    for y, row in enumerate(rows):
+    for number, row in enumerate(rows):
         for n, node in enumerate(row):
-            places[node] = (1.5 * (n - (len(row) - 1) / 2), float(y))
+            places[node] = (1.5 * (n - (len(row) - 1) / 2), float(number))
     largest = max((abs(arrow.score) for arrow in arrows), default=0) or 1
     for arrow in reversed(arrows):
         harms = arrow.score > 0
