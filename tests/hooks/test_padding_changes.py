@@ -114,3 +114,18 @@ def test_padding_at_modules_without_a_point(name, is_attached):
     calls = []
     assert not padding_warnings(two_runs)[0]
     assert len(calls) == 2
+
+
+def test_a_generation_warns_once():
+    model = variant("pre")
+
+    def of_first_column(value, point):
+        value[:, 0] = 0
+
+    def in_a_generation():
+        with HookedRunner(model).hooks({"blocks.1.resid_pre": of_first_column}):
+            models.generate(model, [[3, 1], [4, 1, 5, 2]], max_new_tokens=2)
+
+    [message], files = padding_warnings(in_a_generation)
+    assert "in text 0: column 0 is padding" in message
+    assert files == {__file__}
