@@ -145,7 +145,8 @@ def past_of(cache: Any, layer: int | None) -> AttachedPast | None:
     """
     if not is_cache(cache):
         raise HookError(
-            f"lazy=True needs arguments without other objects; got a {type(cache).__name__}"
+            f"lazy=True needs arguments without other objects; got a {type(cache).__name__}: run "
+            "without lazy=True, or without this argument (for a cache: with use_cache=False)"
         )
     cached = cached_layer(cache, layer)
     if cached is not None and not cached.get_seq_length():

@@ -30,7 +30,7 @@ from interp import (
 from interp.graph import Graph
 from interp.protocol import of
 from models import Sampling, attach, detach, from_hf, generate
-from models.attached.context import _is_causal
+from models.attached.context import _is_causal, past_of
 from models.attached.parts import norm_of
 from models.attached.probe import Call
 from tests import attachable, seeing, tiny
@@ -525,6 +525,11 @@ def test_the_hook_of_gradient_checkpointing_may_stay():
     model.get_input_embeddings().register_forward_hook(lambda module, args, output: output * 2)
     with pytest.raises(ValueError, match=r"must have no hooks.*embed_tokens"):
         from_hf(model)
+
+
+def test_a_lazy_cache_names_the_ways_around_an_unknown_argument():
+    with pytest.raises(HookError, match=r"got a Linear: .*without lazy=True.*use_cache=False"):
+        past_of(nn.Linear(2, 3), 0)
 
 
 MAMBA = dict(num_attention_heads=3, num_key_value_heads=3, mamba_d_state=8, mamba_d_conv=4)
