@@ -10,10 +10,10 @@ Neural Representations".
    features (De Cao et al. 2022). The mask has a number b for each feature, and its value is
    sigmoid(b / temperature). The temperature falls, and at the end the mask is 1 or 0: 1 where b is
    above 0.
-4. Score the part on other pairs, and compare it with a random part, the same fit on a model with
-   shuffled weights, the same fit to shuffled answers, and the whole value. Copies of a pair get the
-   same shuffled answer, and count once in an interval. A search with enough freedom fits anything;
-   the controls reveal this.
+4. Score the part on other pairs, and compare it with a random part, the same fit and score in a
+   model with shuffled weights, the same fit to shuffled answers, and the whole value. Copies of a
+   pair get the same shuffled answer, and count once in an interval. A search with enough freedom
+   fits anything; the controls reveal this.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -197,8 +197,8 @@ def align(
         The learned part of each point and position, and two results [control, point, pos, example]
         on the test pairs: the accuracy, from 0 to 1, and the change of the pairs' metric in its
         unit. The first control, `aligned`, is the learned part. The other controls are a
-        `random` part, a part that was fitted to a model with `shuffled weights` or to
-        `shuffled answers`, and the `whole` value.
+        `random` part, the same search in a model with `shuffled weights` (fitted and scored there),
+        a part that was fitted to `shuffled answers`, and the `whole` value.
 
     Raises:
         ValueError: if pairs have no answers or corrupted texts, if k is below 1 or above the size

@@ -4,8 +4,8 @@
 the learned columns in fresh pairs:
 
 1. The share of right answers must be at least the promise, with each of two seeds.
-2. It must exceed the share with random columns, with columns that were learned in a model with
-   shuffled weights, and with columns that were learned from shuffled answers.
+2. It must exceed the share with random columns, the share that the same search reaches in a model
+   with shuffled weights, and the share with columns that were learned from shuffled answers.
 3. It must come near the share with the whole value, which carries the variable if any part does.
 """
 

@@ -114,7 +114,8 @@ def path_patching(
     run replaces the sender's output by its output in the other run, freezes the outputs of all
     other heads, and records the values of the receivers. The second run replaces the values of the
     receivers by the recorded values, and computes everything after them again. So each receiver is
-    fixed, even if it is downstream of another receiver; `edge_patching` fixes no receiver.
+    fixed, even if it is downstream of another receiver; `edge_patching` fixes no receiver. A sender
+    that is also a receiver keeps its own output, because no path leads from its output to itself.
 
     By default, corrupted values replace values of the clean run (`direction="noising"`), which
     shows the loss without a part. Activation and attribution patching do the reverse by default.
