@@ -60,6 +60,10 @@ def _usual_word(name: str, known: Collection[str], what: str) -> UnknownNameErro
 HINTS = Hints(
     names=(_attached_first, _usual_word),
     **json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8")),
-    watchers=("transformers.utils.output_capturing",),
+    watchers=(
+        "transformers.utils.output_capturing",
+        # `gradient_checkpointing_enable` registers this hook at the embedding.
+        "transformers.modeling_utils.make_inputs_require_grads",
+    ),
     marking=_MARKING,
 )

@@ -47,7 +47,7 @@ class Hints:
             attribute that one of our classes does not have, such as `Result.dims`.
         makers: the call that makes an object of a class, by the name of the class. If the user
             passed a text instead of the object, the text replaces `{}` in the call.
-        watchers: names of modules whose permanent hooks only read values.
+        watchers: names of modules and functions whose permanent hooks change no value.
         marking: the call that adds hook points to a model.
 
     >>> Hints(arguments={"stop_at_layer": "capture(names=...)"}).arguments["stop_at_layer"]
@@ -150,13 +150,14 @@ def how_to_mark() -> str:
 # arguments are constants.
 @traced_as_constant
 def _watchers() -> tuple[str, ...]:
-    """Return the names of modules whose permanent hooks only read values."""
+    """Return the names of modules and functions whose permanent hooks change no value."""
     return tuple(itertools.chain.from_iterable(hints.watchers for hints in _imported()))
 
 
 def is_watcher(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook is permanent and only reads values."""
-    return getattr(hook, "__module__", None) in _watchers()
+    """Return whether a hook is permanent and changes no value."""
+    where = getattr(hook, "__module__", None)
+    return not {where, f"{where}.{getattr(hook, '__name__', None)}"}.isdisjoint(_watchers())
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:

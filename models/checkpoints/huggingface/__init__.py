@@ -4,7 +4,7 @@ This file contains the loader. Read `family` next, the form of the tables, and t
 table of each kind of model; `quantized` reads weights in fp8.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +154,7 @@ def _check_forward(model: nn.Module) -> None:
                 f"every module must have a forward of transformers; got {name or 'a model'} with a "
                 f"forward of {where!r}"
             )
-        if any(is_foreign(hook) and not _only_requires_grad(hook) for hook in hooks_of(module)):
+        if any(map(is_foreign, hooks_of(module))):
             raise ValueError(
                 "the model must have no hooks, because the copy has none; got a hook on "
                 f"{name or 'the model'}"
@@ -173,15 +173,6 @@ def _check_forward(model: nn.Module) -> None:
                 f"{kind.__module__} as {name} (quantized weights cannot be read: load the model "
                 "without quantization)"
             )
-
-
-def _only_requires_grad(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook is the hook of `enable_input_require_grads`, which changes no value.
-
-    `gradient_checkpointing_enable` of transformers registers it at the embedding.
-    """
-    where = hook.__module__.partition(".")[0] if hasattr(hook, "__module__") else None
-    return where == "transformers" and hook.__name__ == "make_inputs_require_grads"
 
 
 def from_memory(

@@ -522,6 +522,8 @@ def test_the_hook_of_gradient_checkpointing_may_stay():
     plain = from_hf(model)(TOKENS)
     model.enable_input_require_grads()
     torch.testing.assert_close(from_hf(model)(TOKENS), plain)
+    with attach(model):
+        assert Graph(model).runner()
     model.get_input_embeddings().register_forward_hook(lambda module, args, output: output * 2)
     with pytest.raises(ValueError, match=r"must have no hooks.*embed_tokens"):
         from_hf(model)
