@@ -73,6 +73,22 @@ def test_lines_of_several_texts_give_the_numbers_of_each_text_alone(names):
         assert models.generate_text(model, text, max_new_tokens=5, stop=()) == continued
 
 
+def test_lines_that_differ_differ_as_the_guide_says(names, kept):
+    lines = dict(rows.of_the_guide())
+    detect = 'detect_head(model, text, "induction_head")'
+    tokens = names["model"].to_tokens(names["text"]).tokens[0].tolist()
+    # An induction query has an earlier copy of its token, which another token follows.
+    n_queries = sum(token in tokens[:pos] for pos, token in enumerate(tokens))
+    scores = rows.numbers(rows.result(lines[detect], names))
+    theirs = kept[detect] * len(tokens) / n_queries
+    np.testing.assert_allclose(np.ravel(scores), np.ravel(theirs), rtol=1e-4)
+    # The weights of `model` are not processed.
+    found = rows.result(lines['SVDInterpreter(model).get_singular_vectors("OV", 1, 3, 2)'], names)
+    attention = names["model"].blocks[1].attn
+    expected = torch.linalg.svdvals(attention.W_V[2] @ attention.W_O[2])[:3]
+    torch.testing.assert_close(found.s.float(), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_the_loss_of_induction_is_the_loss_of_the_second_copy(names):
     lines = dict(rows.of_the_guide())
     found = rows.result(lines["evals.induction_loss(model)"], names)
