@@ -176,7 +176,7 @@ def token_of_answer(model: nn.Module, tokens: list[int], answer: Any) -> Any:
         return answer
     _require_words(answer)
     language = of(model, "to_id")
-    forms = [_tokens_if_any(language, form) for form in (answer, f" {answer}")]
+    forms = [_continuation(language, tokens, form) for form in (answer, f" {answer}")]
     if not any(form is not None and len(form) == 1 for form in forms):
         return None
     chosen = tokens_of_answer(model, tokens, answer)
@@ -213,9 +213,10 @@ def tokens_of_answer(
     _require_words(answer)
     language = of(model, "to_id")
     text = language.to_text(tokens)
-    chosen = _new_word_or_rest(language, text, answer, place)
+    chosen = _new_word_or_rest(language, tokens, answer, place)
     joined = language.to_text([*tokens, *chosen])
-    if len(chosen) > 1 and joined not in (text + answer, f"{text} {answer}"):
+    wanted = [text + answer] if answer[:1].isspace() else [text + answer, f"{text} {answer}"]
+    if len(chosen) > 1 and joined not in wanted:
         raise ValueError(
             f"the tokens of an answer must continue its text; after {text[-20:]!r}, the model "
             f"reads the tokens of {answer!r} as {joined[len(text) :]!r}"
@@ -223,7 +224,9 @@ def tokens_of_answer(
     return chosen
 
 
-def _new_word_or_rest(language: Any, text: str, answer: str, place: AnswerPlace) -> AnswerTokens:
+def _new_word_or_rest(
+    language: Any, tokens: list[int], answer: str, place: AnswerPlace
+) -> AnswerTokens:
     """Return the tokens of an answer as a new word after a text, or as the rest of its last word.
 
     For example, after "the", the answer "m" could be a new word " m", or the end of "them".
@@ -231,9 +234,11 @@ def _new_word_or_rest(language: Any, text: str, answer: str, place: AnswerPlace)
     Raises:
         ValueError: if the answer could be both.
     """
-    is_separate = answer[:1].isspace() or text[-1:].isspace()
-    plain = None if is_separate else _tokens_if_any(language, answer)
-    spaced = None if is_separate else _tokens_if_any(language, f" {answer}")
+    text = language.to_text(tokens)
+    plain = _continuation(language, tokens, answer)
+    if answer[:1].isspace() or text[-1:].isspace():
+        return _tokens(language, answer) if plain is None else plain
+    spaced = _continuation(language, tokens, f" {answer}")
     if plain is None:
         return _tokens(language, answer) if spaced is None else spaced
     if spaced is None or (len(plain) == 1 and len(spaced) > 1):
@@ -255,6 +260,33 @@ def _new_word_or_rest(language: Any, text: str, answer: str, place: AnswerPlace)
     )
 
 
+def _continuation(language: Any, tokens: list[int], words: str) -> AnswerTokens | None:
+    """Return the tokens of some words after a text; None if the tokenizer has none.
+
+    Some tokenizers, such as the tokenizers of Llama 2 and T5, put a space before each text. The
+    tokens of the words alone are then other words. So the words are also read after the text, and
+    after a line break, and the first tokens that write exactly these words are returned. If no
+    tokens do, because the tokenizer does not keep all characters, the words are read alone.
+
+    Args:
+        language: the object with the tokenizer.
+        tokens: the text.
+        words: the words, with a space at the start if they are a new word.
+    """
+    alone = _tokens_if_any(language, words)
+    text = language.to_text(tokens)
+    wanted = text + words
+    if alone is not None and language.to_text([*tokens, *alone]) == wanted:
+        return alone
+    for before in (text, "\n"):
+        first, both = (_tokens_if_any(language, part) for part in (before, before + words))
+        if first and both and both[: len(first)] == first:
+            added = both[len(first) :]
+            if added and language.to_text([*tokens, *added]) == wanted:
+                return added
+    return alone
+
+
 def _as_tokens(language: Any, tokens: AnswerTokens, answer: str, place: AnswerPlace) -> str:
     """Return an expression for the tokens of an answer, which an error tells the user to write.
 
@@ -265,6 +297,8 @@ def _as_tokens(language: Any, tokens: AnswerTokens, answer: str, place: AnswerPl
         place: where the caller writes the answer.
     """
     call = f"{name_of_parts(language)}.to_id({answer!r})"
+    if len(tokens) == 1 and _token_or_none(language, answer) != tokens[0]:
+        call = str(tokens[0])
     if len(tokens) > 1:
         call = f"torch.tensor({[*tokens]})"
         if place == "metric":
