@@ -19,7 +19,6 @@ from typing import Any
 from hooks.base import library, require_choice
 from models.checkpoints.gguf_file import GGUFFile
 from models.text.charsmap import Charsmap
-from models.text.templates import template_of
 from models.text.tokenizer import SubwordTokenizer, byte_level, frame_texts
 
 # Values of `tokenizer.ggml.token_type`.
@@ -68,7 +67,7 @@ def read_tokenizer(file: GGUFFile) -> SubwordTokenizer:
         name: entries["tokens"][entries[key]] for name, key in _SPECIAL.items() if key in entries
     }
     template = file.metadata("tokenizer.").get("chat_template")
-    wrapped.chat_template = template_of(template, special)
+    wrapped.note_template(template, special)
     return wrapped
 
 

@@ -111,7 +111,9 @@ def _template_for(tokenizer: Any, template: ChatTemplate | str | None) -> ChatTe
             "a chat needs a template, but the files of the tokenizer contain no template: "
             "pass template="
         )
-    return ChatTemplate(template) if isinstance(template, str) else template
+    if isinstance(template, ChatTemplate):
+        return template
+    return ChatTemplate(template, getattr(tokenizer, "special_texts", None))
 
 
 def _positions(

@@ -13,7 +13,6 @@ from typing import Any
 from hooks.base import library, storage
 from models.files import read_json, read_object
 from models.text.tekken import tokenizer_of_tekken
-from models.text.templates import template_of
 from models.text.tokenizer import (
     CharTokenizer,
     SubwordTokenizer,
@@ -222,7 +221,7 @@ def _finished(
         )
         written = file.with_name("chat_template.jinja")
         source = written.read_text("utf-8") if written.is_file() else described.get("chat_template")
-        wrapped.chat_template = template_of(source, special)
+        wrapped.note_template(source, special)
     return wrapped
 
 

@@ -97,13 +97,13 @@ class ChatTemplate:
         )
 
 
-def template_of(source: Any, special: Mapping[str, Any]) -> ChatTemplate | None:
+def template_of(source: Any, special: Mapping[str, str]) -> ChatTemplate | None:
     """Return the template in the files of a tokenizer, or None if they contain no template.
 
     Args:
         source: the text of a template, or several templates by name. The template named `default`
             is used.
-        special: the texts of special tokens. Values that are not strings are ignored.
+        special: the texts of special tokens.
 
     Raises:
         ValueError: if there are several templates and none is named `default`, or if the template
@@ -119,9 +119,7 @@ def template_of(source: Any, special: Mapping[str, Any]) -> ChatTemplate | None:
         return None
     if not isinstance(source, str):
         raise ValueError(f"a chat template must be a string; got {source!r:.60}")
-    return ChatTemplate(
-        source, {name: str(text) for name, text in special.items() if isinstance(text, str)}
-    )
+    return ChatTemplate(source, special)
 
 
 @cache

@@ -72,7 +72,7 @@ def as_tokenizer(tokenizer: Any) -> Tokenizer | None:
     wrapped = SubwordTokenizer(copied, () if end is None else (end,), begin)
     wrapped.pad_token_id = tokenizer.pad_token_id
     wrapped.mask_token_id = tokenizer.mask_token_id
-    wrapped.chat_template = template_of(tokenizer.chat_template, tokenizer.special_tokens_map)
+    wrapped.note_template(tokenizer.chat_template, tokenizer.special_tokens_map)
     return wrapped
 
 
@@ -180,6 +180,7 @@ class SubwordTokenizer:
         closing_token_ids: the tokens that the template adds after a text.
         chat_template: the template of messages, or None if the files of the tokenizer contain no
             template.
+        special_texts: the texts of special tokens by name, such as `bos_token`, for templates.
         pad_token_id: the token of padding, or None if the files name no such token.
         mask_token_id: the token at which a masked language model predicts, or None if the files
             name no such token.
@@ -204,6 +205,7 @@ class SubwordTokenizer:
         self.eos_token_ids = eos_token_ids
         self.bos_token_id = bos_token_id
         self.chat_template: ChatTemplate | None = None
+        self.special_texts: Mapping[str, str] = {}
         self.pad_token_id: int | None = None
         self.mask_token_id: int | None = None
         self._tokenizer = tokenizer
@@ -225,6 +227,17 @@ class SubwordTokenizer:
         self._without_charsmap = tokenizer
         if charsmap is not None:
             self._tokenizer = charsmap.before(tokenizer)
+
+    def note_template(self, source: Any, special: Mapping[str, Any]) -> None:
+        """Store the template in the files of the tokenizer, and the texts of special tokens.
+
+        Args:
+            source: see `template_of`.
+            special: the texts of special tokens by name. Values that are not strings are ignored.
+        """
+        texts = {name: str(text) for name, text in special.items() if isinstance(text, str)}
+        self.special_texts = texts
+        self.chat_template = template_of(source, texts)
 
     def __repr__(self) -> str:
         ends = "".join(

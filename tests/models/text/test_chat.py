@@ -80,6 +80,11 @@ def made(template):
     )
 
 
+def load_saved(tokenizer, path):
+    tokenizer.save_pretrained(path)
+    return load_tokenizer(path)
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("prompt", [False, True])
 def test_a_chat_is_written_as_transformers_writes_it(name, prompt, tmp_path):
@@ -98,6 +103,11 @@ def test_a_chat_is_written_as_transformers_writes_it(name, prompt, tmp_path):
     written = chat(model, MESSAGES, add_generation_prompt=prompt, **options)
     assert written.texts == (expected,)
     assert written.tokens.tolist() == [ours.encode(expected)]
+    # A template of the call also gets the texts of special tokens.
+    for tokenizer in (made(None), load_saved(made(None), tmp_path / "without")):
+        model.tokenizer = tokenizer
+        options |= dict(template=TEMPLATES[name])
+        assert chat(model, MESSAGES, add_generation_prompt=prompt, **options).texts == (expected,)
     ends = ours.offsets(expected)
     for n, message in enumerate(MESSAGES):
         here = written.spans[str(n)][0]
