@@ -106,7 +106,7 @@ class Count:
 
     @property
     def total_shown(self) -> float | None:
-        """The total on the display. Nobody knows it if the analysis repeats the loop."""
+        """The total on the display; None if it is unknown, or if the analysis repeats the loop."""
         return self.total if self.before is None else None
 
     @property

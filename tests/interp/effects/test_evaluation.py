@@ -1,7 +1,5 @@
 """Measures of circuits, compared with their definitions in separate runs."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -22,7 +20,7 @@ from interp import (
 from interp.graph import Graph, circuits
 from interp.numbers.intervals import interval
 from interp.runs.circuit_runs import CircuitRuns
-from tests.interp.graph.scored import EDGES, GRAPH, by_edge, scored
+from tests.interp.graph.scored import EDGES, GRAPH, by_edge, scored, without_input
 from tests.reference import some_tokens, variant
 from tests.shipped import pydoc
 from tests.streams import made
@@ -234,14 +232,9 @@ def test_a_curve_has_the_areas_of_the_benchmark():
 
 def test_a_curve_of_circuits_that_do_nothing_says_so():
     scores = scored(6)
-    values = scores.values.clone()
     # No edge from the input is among the strongest edges, so no small circuit has a path.
-    for edge, row in zip(EDGES, values, strict=True):
-        if edge.startswith("input->"):
-            row[:] = 1e-9
-    weak = dataclasses.replace(scores, values=values)
-    options = dict(shares=(0.01, 0.05, 0.1, 1.0))
-    curve = repr(circuit_curve(GRAPH.model, PAIRS, GRAPH, weak, **options))
+    weak, sizes = without_input(scores), (0.01, 0.05, 0.1, 1.0)
+    curve = repr(circuit_curve(GRAPH.model, PAIRS, GRAPH, weak, shares=sizes))
     assert "3 of 4 circuits of the edges that help do nothing: use edge_attribution" in curve
     assert "do nothing" not in repr(circuit_curve(GRAPH.model, PAIRS, GRAPH, scores, shares=SHARES))
 

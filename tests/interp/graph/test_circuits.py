@@ -20,7 +20,7 @@ from interp.graph.circuit import Circuit
 from interp.graph.circuits import above, greedy, random, top
 from interp.graph.mib import read_mib, write_mib
 from models import Transformer, TransformerConfig
-from tests.interp.graph.scored import EDGES, GRAPH, by_edge, scored
+from tests.interp.graph.scored import EDGES, GRAPH, by_edge, scored, without_input
 from tests.reference import variant
 
 WIDER = Graph(variant("grouped", d_mlp=11))
@@ -170,12 +170,7 @@ def test_a_circuit_may_have_exactly_as_many_edges_as_asked(n):
 
 def test_a_circuit_of_hardly_any_paths_gives_a_warning():
     scores = scored(2)
-    values = scores.values.clone()
-    # The strongest edges lead from a writer to the logits, and no edge from the input is strong.
-    for edge, row in zip(EDGES, values, strict=True):
-        if edge.startswith("input->"):
-            row[:] = 1e-9
-    weak = dataclasses.replace(scores, values=values)
+    weak = without_input(scores)
     threshold = weak.values.mean(-1).abs().topk(21).values[-1].item()
     for find in (
         lambda: greedy(GRAPH, weak, 20),

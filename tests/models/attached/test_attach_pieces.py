@@ -494,6 +494,19 @@ def test_a_generation_with_a_static_cache_knows_its_padding(name, is_given):
 
 
 @torch.no_grad()
+def test_a_padding_token_that_ends_texts_is_text_for_a_static_cache_too():
+    """Without a mask, transformers takes this token of a prompt for text."""
+    model = made("llama")
+    attach(model)
+    options = dict(max_new_tokens=1, do_sample=False, pad_token_id=0, eos_token_id=[0, 3])
+    run = partial(model.generate, **options, cache_implementation="static")
+    tokens, _ = padded(ROWS, 6)
+    out, cache = HookedRunner(model).run_with_cache(tokens, run=run)
+    assert torch.equal(out, model.generate(tokens, **options))
+    assert cache.real() is None  # no token is padding
+
+
+@torch.no_grad()
 def test_a_lazy_run_with_a_recurrent_state_names_the_argument_that_helps():
     model = tiny.model("MambaForCausalLM", state_size=4)
     attach(model)
