@@ -498,12 +498,13 @@ def test_a_padding_token_that_ends_texts_is_text_for_a_static_cache_too():
     """Without a mask, transformers takes this token of a prompt for text."""
     model = made("llama")
     attach(model)
-    options = dict(max_new_tokens=1, do_sample=False, pad_token_id=0, eos_token_id=[0, 3])
+    options = dict(max_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=[0])
     run = partial(model.generate, **options, cache_implementation="static")
     tokens, _ = padded(ROWS, 6)
     out, cache = HookedRunner(model).run_with_cache(tokens, run=run)
     assert torch.equal(out, model.generate(tokens, **options))
-    assert cache.real() is None  # no token is padding
+    real = cache.real()
+    assert real is None or real[:, :6].all()
 
 
 @torch.no_grad()
